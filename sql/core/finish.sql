@@ -435,7 +435,6 @@ create or replace function pgqueue.finish(
     set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
-#variable_conflict use_column
 declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_leases(finish.job_ids, tokens),

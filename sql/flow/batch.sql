@@ -154,7 +154,6 @@ create or replace function pgqueue.create_batch(
     set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
-#variable_conflict use_column
 declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),

@@ -23,7 +23,6 @@ create or replace function pgqueue._suspend(picks tid[], terms pgqueue._suspensi
     set plan_cache_mode = force_generic_plan
     set enable_tidscan = on
 as $$
-#variable_conflict use_column
 declare
     ids bigint[] := array(
         -- Not a join, which might read all jobs.
@@ -102,7 +101,6 @@ create or replace function pgqueue._begin_wait(
     returns void
     language plpgsql
 as $$
-#variable_conflict use_column
 declare
     look_at bigint;
 begin
@@ -164,7 +162,6 @@ create or replace function pgqueue.suspend(
     set search_path = pg_catalog, pg_temp
     set enable_seqscan = off
 as $$
-#variable_conflict use_column
 declare
     moment timestamptz := clock_timestamp();
     awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');

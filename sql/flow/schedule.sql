@@ -185,7 +185,6 @@ create or replace function pgqueue.schedule(
     set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
-#variable_conflict use_column
 declare
     refused boolean := pgqueue._refuse(coalesce(
         case

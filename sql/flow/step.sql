@@ -51,7 +51,6 @@ create or replace function pgqueue.save_step(job_id bigint, token bigint, name t
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
 as $$
-#variable_conflict use_column
 declare
     saved_place int;
     fold int;

@@ -180,7 +180,6 @@ create or replace function pgqueue._count_jobs()
     set enable_hashagg = on
     set work_mem = '32MB'
 as $$
-#variable_conflict use_column
 declare
     moment timestamptz := clock_timestamp();
     pages bigint := pg_relation_size('pgqueue.job') / 8192;
@@ -290,7 +289,6 @@ create or replace function pgqueue._count_dead()
     set enable_indexonlyscan = on
     set enable_nestloop = on
 as $$
-#variable_conflict use_column
 declare
     pages float8 := pg_relation_size('pgqueue.dead_job') / 8192;
 begin

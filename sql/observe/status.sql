@@ -280,7 +280,6 @@ create or replace function pgqueue.results_of(
     set enable_seqscan = off
     set enable_indexscan = on
 as $$
-#variable_conflict use_column
 declare
     most int := coalesce(max_rows, 1000);
     refused boolean := pgqueue._refuse(case when most not between 1 and 10000 then array[

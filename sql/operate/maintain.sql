@@ -225,7 +225,6 @@ create or replace function pgqueue._count()
     set enable_bitmapscan = on
     set enable_sort = on
 as $$
-#variable_conflict use_column
 declare
     moment timestamptz := clock_timestamp();
     first pgqueue.cut;

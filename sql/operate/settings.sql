@@ -171,7 +171,6 @@ create or replace function pgqueue.configure(
     set search_path = pg_catalog, pg_temp
     set jit = off
 as $$
-#variable_conflict use_column
 declare
     given jsonb := jsonb_strip_nulls(jsonb_build_object(
         'lease', configure.lease, 'max_attempts', configure.max_attempts, 'retry_base', configure.retry_base,
@@ -233,7 +232,6 @@ create or replace function pgqueue._set_paused(queue text, kind text, group_key 
     returns void
     language plpgsql
 as $$
-#variable_conflict use_column
 declare
     scope text[] := array[coalesce(queue, ''), coalesce(kind, ''), coalesce(group_key, '')];
     written tid[];
