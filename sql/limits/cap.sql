@@ -163,7 +163,6 @@ create or replace function pgqueue._put_back(
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    back record;
 begin
     perform pgqueue._return_position(queue, kinds, paused, l.priority, l.at)
     from (
@@ -180,16 +179,15 @@ begin
         -- Not a permit that the job has kept for this retry.
         select from pgqueue.job as j where j.id = p.job_id and j.permits is not null and not p.is_rate offset 0
     );
-    select array_agg(j.group_key) as keys, array_agg(j.priority) as priorities into back
+    -- Their groups come next.
+    perform pgqueue._move_tickets(
+        _put_back.queue, array_agg(j.group_key), array_agg(j.priority), moment - interval '1 minute'
+    )
     from unnest(job_ids) as u (id)
     -- Not "id = any", which might read all jobs of groups.
     cross join lateral (select j.* from pgqueue.job as j where j.id = u.id offset 0) as j
-    where j.group_key is not null;
-    if back.keys is null then
-        return;
-    end if;
-    -- Their groups come next.
-    perform pgqueue._move_tickets(queue, back.keys, back.priorities, moment - interval '1 minute');
+    where j.group_key is not null
+    having count(*) > 0;
 end;
 $$;
 
