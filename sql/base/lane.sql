@@ -200,7 +200,6 @@ declare
         when cardinality(codes) <= 7 then 1
         else 3
     end;
-    valid_until bigint := pgqueue._since_2020(pgqueue._believed_until(moment, '100 milliseconds'));
 begin
     if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
         if how = 0 then
@@ -217,7 +216,8 @@ begin
         where c.nth <= 7;
     end if;
     perform setval(
-        ('pgqueue._cell_' || own.record)::regclass, own.tag | (valid_until & -8) | how
+        ('pgqueue._cell_' || own.record)::regclass,
+        own.tag | pgqueue._since_2020(pgqueue._believed_until(moment, '100 milliseconds')) & -8 | how
     );
 end;
 $$;

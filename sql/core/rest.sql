@@ -10,13 +10,12 @@ create or replace function pgqueue._until_walked(queue text, kinds text[], pause
     language plpgsql
 as $$
 declare
-    is_filtered boolean := num_nonnulls(kinds, paused) > 0;
     believed record;
     since timestamptz := '-infinity'::timestamptz;
     until timestamptz;
     ends_at timestamptz;
 begin
-    if is_filtered then
+    if num_nonnulls(kinds, paused) > 0 then
         believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
         since := least(coalesce(believed.since, since), moment - interval '1 second');
         until := believed.until + random() * (believed.until - moment);

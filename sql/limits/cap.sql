@@ -161,8 +161,6 @@ create or replace function pgqueue._put_back(
     returns void
     language plpgsql
 as $$
-declare
-    moment timestamptz := clock_timestamp();
 begin
     perform pgqueue._return_position(queue, kinds, paused, l.priority, l.at)
     from (
@@ -181,7 +179,7 @@ begin
     );
     -- Their groups come next.
     perform pgqueue._move_tickets(
-        _put_back.queue, array_agg(j.group_key), array_agg(j.priority), moment - interval '1 minute'
+        _put_back.queue, array_agg(j.group_key), array_agg(j.priority), clock_timestamp() - interval '1 minute'
     )
     from unnest(job_ids) as u (id)
     -- Not "id = any", which might read all jobs of groups.

@@ -395,10 +395,9 @@ create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_
 as $$
 declare
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
-    due_us bigint := pg_sequence_last_value('pgqueue._cell_groups_due'::regclass);
 begin
     -- It is due now, or so far ahead that it comes from another clock.
-    if (due_us between now_us and now_us + 60000000) is not true then
+    if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then
         perform setval('pgqueue._cell_groups_due', now_us + 50000);
         perform pgqueue._sweep_permits(new_token), pgqueue._sweep_groups();
         perform setval('pgqueue._cell_groups_due', pgqueue._swept_until(moment, '50 milliseconds'));
