@@ -149,7 +149,8 @@ begin
     last_error := case when state <> 'completed' then coalesce(last.error, last.result #>> '{}') end;
     if reads_jobs then
         payload := last.payload;
-        -- Not what was logged later, which may be nearly all. One hour more, since the clock may have been set back.
+        -- In the form of job.errors. Not what was logged later, which may be nearly all; one hour more, since the clock
+        -- may have been set back.
         errors := coalesce((
             select jsonb_agg(
                 jsonb_build_object('attempt', r.attempt, 'at', r.finished_at, 'worker', r.worker, 'error', r.error)
@@ -215,12 +216,10 @@ read. Null if there was none, while the job waits or runs, and if it is dead,
 cancelled or gone: ask status.
 Raises PQ001 (nothing is known about it).';
 
--- The outcomes and results of some jobs, in the order of their ids.
+-- The outcomes and results of some jobs, in the order of their ids. Relies on the planner settings of results_of.
 create or replace function pgqueue._results(job_ids bigint[], own text[])
     returns table (id bigint, kind text, outcome text, result jsonb)
     language plpgsql
-    set enable_bitmapscan = on
-    set enable_sort = on
 as $$
 begin
     return query
@@ -246,28 +245,6 @@ begin
 end;
 $$;
 
--- The jobs, found in run, that have ended and belong to the batch with this callback, after the given id.
-create or replace function pgqueue._ids_of_batch(callback_id bigint, after_id bigint, most int)
-    returns bigint[]
-    language plpgsql
-    set enable_bitmapscan = on
-    set enable_sort = on
-as $$
-declare
-    batch pgqueue.batch;
-begin
-    select b.* into batch from pgqueue.batch as b where b.callback_id = _ids_of_batch.callback_id;
-    return array(
-        select distinct r.job_id
-        from pgqueue.run as r
-        where r.job_id > greatest(batch.id, after_id) and r.job_id < batch.callback_id
-            and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
-        order by r.job_id
-        limit most
-    );
-end;
-$$;
-
 create or replace function pgqueue.results_of(
     job_id bigint, token bigint, after_id bigint default null, max_rows int default 1000
 )
@@ -279,6 +256,8 @@ create or replace function pgqueue.results_of(
     set plan_cache_mode = force_generic_plan
     set enable_seqscan = off
     set enable_indexscan = on
+    set enable_bitmapscan = on
+    set enable_sort = on
 as $$
 declare
     most int := coalesce(max_rows, 1000);
@@ -286,18 +265,31 @@ declare
         'max_rows must be 1 to 10000', format('It is %s.', most), 'Ask for the next ones with after_id.'
     ] end);
     first bigint[];
+    batch pgqueue.batch;
 begin
     select coalesce((j.terms).after, '{}') into first
     from pgqueue.job as j
     where j.id = results_of.job_id and j.token = results_of.token and pgqueue._is_own(j.queue, pgqueue._own_queues('worker'));
     refused := pgqueue._refuse(case when not found then pgqueue._lost(results_of.job_id, results_of.token) end);
+    select b.* into batch from pgqueue.batch as b where b.callback_id = results_of.job_id;
     return query
     select r.*
     from pgqueue._results(array(
         select u.id
-        from unnest(first || pgqueue._ids_of_batch(results_of.job_id, coalesce(after_id, 0), most)) as u (id)
+        from (
+            select unnest(first)
+            union
+            -- Those of the batch that the log still has.
+            (
+                select distinct r.job_id
+                from pgqueue.run as r
+                where r.job_id > greatest(batch.id, after_id) and r.job_id < batch.callback_id
+                    and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
+                order by r.job_id
+                limit most
+            )
+        ) as u (id)
         where u.id > coalesce(after_id, 0)
-        group by u.id
         order by u.id
         limit most
     ), pgqueue._own_queues('worker', 'producer', 'operator')) as r;
