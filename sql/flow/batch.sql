@@ -1,14 +1,11 @@
 -- Batches: a callback job once all jobs of a batch have ended.
 --
 -- A job knows its batch (terms), and a row in tally says in which range of ids a batch has jobs. When a job
--- completes no row is written: its end only checks whether the batch has another job.
---   - One that nobody has touched since it was written (xmax): it will end later, and its end will check.
---   - None: the batch is over.
---   - Only ones that other sessions are deleting or writing right now: they may have checked before us, and
---     seen our job. Then nobody would notice, so this end leaves a loose end, as in module depend.
--- So the end that checks last either finishes the batch or leaves a loose end. An end that sees its batch still
--- open need not check, because close_batch leaves a loose end, visible once it commits.
--- As in module depend these are hints, and the sweep looks at every batch that is closed but not finished.
+-- completes no row is written: its end only checks, as in module depend, whether the batch has another job that
+-- nobody has touched. If it has none at all the batch is over; if only others, this end leaves a loose end. So the end
+-- that checks last does one or the other. An end that sees its batch still open need not check, because close_batch
+-- leaves a loose end, visible once it commits. As in module depend these are hints, and the sweep looks at every batch
+-- that is closed but not finished.
 --
 -- A batch is closed when no more jobs will be added from outside; its own jobs may add others while they run.
 -- Adding a job takes a shared lock on the batch's row. Finishing the batch takes an exclusive one, or leaves a
