@@ -52,7 +52,6 @@ begin
     select t.id, _suspend.moment, t.event, t.step
     from unnest(ids, terms) as t (id, event, run_at, after, step)
     where t.id = any (suspended);
-    -- This sees all events committed so far. A later one has a loose end, which is handled after it commits.
     over := array(
         select t.id
         from unnest(ids, terms) as t (id, event, run_at, after, step)
@@ -127,7 +126,6 @@ begin
         );
     end if;
     if _begin_wait.event is not null then
-        -- This sees all events committed so far. A later one has a loose end, which is handled after it commits.
         perform from pgqueue.event as e where e.name = _begin_wait.event collate "default";
         if found then
             perform pgqueue._free(array[_begin_wait.job_id]);
