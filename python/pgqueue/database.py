@@ -126,7 +126,8 @@ def conninfo(
     }
     wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
     hosts = (
-        given.get(k) or environ.get(f"PG{k.upper()}") for k in ("host", "hostaddr")
+        given.get("host") or environ.get("PGHOST"),
+        given.get("hostaddr") or environ.get("PGHOSTADDR"),
     )
     if any("," in str(host) for host in hosts):
         wanted["target_session_attrs"] = "read-write"

@@ -298,4 +298,6 @@ def test_reads_on_a_standby_that_pauses_survive_and_others_are_cancelled():
                     far.execute("select pg_sleep(60)")
             reading.join()
             assert "conflict with recovery" in str(cancelled.value)
+            end = one(db, "select pg_current_wal_insert_lsn()")
+            wait_until(lambda: one(admin, replayed, end))
             assert one(far, LEFT) == 6  # and goes on
