@@ -610,7 +610,10 @@ begin
         when job_id = any (after) then array[
             'a job cannot wait for itself', format('after has its id, %s.', job_id), 'Name other jobs.'
         ]
-        else coalesce(pgqueue._check_ranges(run_at => run_at), pgqueue._check_after(after, null))
+        else coalesce(
+            case when run_at is not null then pgqueue._check_ranges(run_at => run_at) end,
+            case when after is not null then pgqueue._check_after(after, null) end
+        )
     end;
 end;
 $$;

@@ -271,7 +271,9 @@ begin
         group by 1, 2
     ) as o;
     if num_nonnulls(variadic group_keys) > 0 then
-        perform pgqueue._return_turns(queues, group_keys, '0');
+        if pg_sequence_last_value('pgqueue._cell_groups_vain') > 0 then
+            perform pgqueue._return_turns(queues, group_keys, '0');
+        end if;
         perform pgqueue._wake_groups(queues, group_keys);
         perform pgqueue._insert_tickets(queues, group_keys, priorities, run_ats);
     end if;

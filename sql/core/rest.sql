@@ -136,6 +136,9 @@ create or replace function pgqueue._until_loose_end(moment timestamptz)
     language plpgsql
 as $$
 begin
+    if pg_relation_size('pgqueue.loose_end') = 0 then
+        return null;
+    end if;
     -- If a due one is locked, another session is looking at it.
     if current_setting('transaction_read_only') = 'off' then
         perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;

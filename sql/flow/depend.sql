@@ -204,6 +204,9 @@ begin
         group by h.waiter_id
     ) as w
     cross join lateral (select j.id, j.ctid from pgqueue.job as j where j.id = w.waiter_id offset 0) as j;
+    if given.picks is null then
+        return '{}'::bigint[];
+    end if;
     perform pgqueue._end(given.picks, given.outcomes, given.reasons, null, clock_timestamp(), true);
     return given.ids;
 end;

@@ -47,7 +47,9 @@ begin
         ) as e
         where e.status = 'released'
     );
-    perform pgqueue._drop_ties(suspended);
+    if pg_relation_size('pgqueue.dependency') > 0 then
+        perform pgqueue._drop_ties(suspended);
+    end if;
     insert into pgqueue.wait (job_id, since, event, step)
     select t.id, _suspend.moment, t.event, t.step
     from unnest(ids, terms) as t (id, event, run_at, after, step)
@@ -74,7 +76,9 @@ begin
             perform pgqueue._wait_for(given.id, given.after, 'run');
         end if;
     end loop;
-    perform pgqueue._free(over);
+    if over <> '{}' then
+        perform pgqueue._free(over);
+    end if;
     perform pgqueue._leave_loose_ends(array_agg(t.id), 'wait', interval '200 milliseconds')
     from unnest(ids, terms) as t (id, event, run_at, after, step)
     where t.id = any (suspended) and t.id <> all (over) and t.event is not null
@@ -333,7 +337,9 @@ declare
 begin
     -- Check again on the locked jobs: meanwhile they may have come to wait for something else.
     over := array(select distinct m.job_id from pgqueue._met(null, over) as m order by m.job_id);
-    perform pgqueue._free(over);
+    if over <> '{}' then
+        perform pgqueue._free(over);
+    end if;
     -- Leave the rest for later, except running jobs, whose wait their end deletes.
     delay := case when cardinality(over) >= most then interval '0' else interval '200 milliseconds' end;
     perform pgqueue._leave_loose_ends(array_agg(u.id), u.what, delay)

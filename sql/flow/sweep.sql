@@ -68,52 +68,59 @@ create or replace function pgqueue._tie_loose_ends(most int, until timestamptz d
 as $$
 declare
     picked record;
-    done bigint;
+    done bigint := 0;
 begin
-    with dropped as (
-        delete from pgqueue.loose_end as l
-        where l.ctid = any (array(
-            select p.ctid
-            from pgqueue.loose_end as p
-            where p.look_at <= until
-            order by p.what = 'new', p.look_at
-            limit most
-            for update skip locked
-        ))
-        returning l.id, l.what, l.what in ('event', 'wait') and pgqueue._is_unseen(l.xmin) as is_own
-    )
-    select
-        array_agg(distinct d.id) filter (where d.what in ('ended', 'new')) as jobs,
-        array_agg(distinct d.id) filter (where d.what = 'new') as recent,
-        array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
-        array_agg(distinct d.id) filter (where d.what = 'event') as events,
-        array_agg(distinct d.id) filter (where d.what = 'wait') as waits,
-        array_agg(distinct d.id) filter (where d.what = 'event' and d.is_own) as own_events,
-        array_agg(distinct d.id) filter (where d.what = 'wait' and d.is_own) as own_waits,
-        count(*) filter (where d.what <> 'new') as urgent
-    into picked
-    from dropped as d;
-    -- A session that may be ending one of these jobs may not see the tie: look again later.
-    perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
-    from unnest(picked.recent) as u (id)
-    where case when (
-        select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
-    ) then not pgqueue._is_left_alone(u.id) end
-    having count(*) > 0;
-    done := picked.urgent + pgqueue._cut_ties(picked.jobs, most);
-    perform pgqueue._look_at_batches(picked.batches);
-    if num_nonnulls(picked.events, picked.waits) > 0 then
-        done := done + pgqueue._look_at_waits(picked.events, picked.waits, most);
-        -- Keep those that this transaction left itself. Until it commits nobody else sees them, so an emit and
-        -- a suspend that each handle only their own would miss each other for good.
-        perform pgqueue._leave_loose_ends(array_agg(o.id), o.what, interval '1 second')
-        from (
-            select u.id, 'event' as what from unnest(picked.own_events) as u (id)
-            union all
-            select u.id, 'wait' from unnest(picked.own_waits) as u (id)
-            where exists (select from pgqueue.wait as w where w.job_id = u.id offset 0)
-        ) as o
-        group by o.what;
+    if pg_relation_size('pgqueue.loose_end') > 0 then
+        with dropped as (
+            delete from pgqueue.loose_end as l
+            where l.ctid = any (array(
+                select p.ctid
+                from pgqueue.loose_end as p
+                where p.look_at <= until
+                order by p.what = 'new', p.look_at
+                limit most
+                for update skip locked
+            ))
+            returning l.id, l.what, l.what in ('event', 'wait') and pgqueue._is_unseen(l.xmin) as is_own
+        )
+        select
+            array_agg(distinct d.id) filter (where d.what in ('ended', 'new')) as jobs,
+            array_agg(distinct d.id) filter (where d.what = 'new') as recent,
+            array_agg(distinct d.id) filter (where d.what = 'batch') as batches,
+            array_agg(distinct d.id) filter (where d.what = 'event') as events,
+            array_agg(distinct d.id) filter (where d.what = 'wait') as waits,
+            array_agg(distinct d.id) filter (where d.what = 'event' and d.is_own) as own_events,
+            array_agg(distinct d.id) filter (where d.what = 'wait' and d.is_own) as own_waits,
+            count(*) filter (where d.what <> 'new') as urgent
+        into picked
+        from dropped as d;
+        done := picked.urgent;
+        -- A session that may be ending one of these jobs may not see the tie: look again later.
+        perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
+        from unnest(picked.recent) as u (id)
+        where case when (
+            select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
+        ) then not pgqueue._is_left_alone(u.id) end
+        having count(*) > 0;
+        if picked.jobs is not null then
+            done := done + pgqueue._cut_ties(picked.jobs, most);
+        end if;
+        if picked.batches is not null then
+            perform pgqueue._look_at_batches(picked.batches);
+        end if;
+        if num_nonnulls(picked.events, picked.waits) > 0 then
+            done := done + pgqueue._look_at_waits(picked.events, picked.waits, most);
+            -- Keep those that this transaction left itself. Until it commits nobody else sees them, so an emit and
+            -- a suspend that each handle only their own would miss each other for good.
+            perform pgqueue._leave_loose_ends(array_agg(o.id), o.what, interval '1 second')
+            from (
+                select u.id, 'event' as what from unnest(picked.own_events) as u (id)
+                union all
+                select u.id, 'wait' from unnest(picked.own_waits) as u (id)
+                where exists (select from pgqueue.wait as w where w.job_id = u.id offset 0)
+            ) as o
+            group by o.what;
+        end if;
     end if;
     if done < most then
         done := done + pgqueue._sweep(most);
