@@ -94,9 +94,9 @@ def enqueue(
     trace context of the current span, unless they have a `traceparent`.
 
     Raises TypeError or ValueError for what JSON cannot hold, ValueError for a moment without a
-    time zone, TypeError for an unknown option, and the driver's own error for what the SQL function refuses: 22023 (bad
-    argument), 22P05 (a NUL character), 54000 (payload too large), 23505 (duplicate, with
-    on_duplicate="error").
+    time zone, TypeError for an unknown option, and the driver's own error for what the SQL
+    function refuses: 22023 (bad argument), 22P05 (a NUL character), 54000 (payload too large),
+    23505 (duplicate, with on_duplicate="error").
     """
     text = to_json(payload, "payload")
     query, params = _statement(f"pgqueue.enqueue(%s, {JSON}", options, Options)

@@ -110,6 +110,7 @@ unescape = json.JSONDecoder(strict=False).decode
 
 
 def names(command: str) -> list[str]:
+    """List the arguments of a command, as the SQL function of its name calls them."""
     arguments = COMMANDS[command][0].replace("-", "_").split()
     return [argument.strip("_?") for argument in arguments]
 

@@ -191,7 +191,6 @@ create or replace function pgqueue._look_around(moment timestamptz, most int)
 as $$
 declare
     is_all boolean;
-    slot_at bigint;
     is_used boolean := greatest(
         pg_relation_size('pgqueue.dependency'), pg_relation_size('pgqueue.batch'), pg_relation_size('pgqueue.loose_end')
     ) > 0;
@@ -200,20 +199,19 @@ begin
     if current_setting('transaction_read_only') = 'on' then
         return;
     end if;
+    -- Meanwhile other sessions need not look.
+    perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
+    if is_used then
+        is_all := pgqueue._tie_loose_ends(10 * most, clock_timestamp()) < 10 * most;
+    end if;
     perform pgqueue._fire_due(moment, most);
     if is_used then
-        slot_at := case when pg_relation_size('pgqueue.schedule') > 0
-            then pg_sequence_last_value('pgqueue._cell_due'::regclass)
-        end;
-        -- Meanwhile other sessions need not look.
-        perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
-        is_all := pgqueue._tie_loose_ends(10 * most, clock_timestamp()) < 10 * most;
-        perform setval('pgqueue._cell_due', case when is_all
-            then least(pgqueue._swept_until(moment, '200 milliseconds'), slot_at)
+        perform setval('pgqueue._cell_due', case
+            when is_all then least(
+                pgqueue._swept_until(moment, '200 milliseconds'), pg_sequence_last_value('pgqueue._cell_due'::regclass)
+            )
             else pgqueue._since_2020(moment)
         end);
-    elsif pg_relation_size('pgqueue.schedule') = 0 then
-        perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
     end if;
 end;
 $$;

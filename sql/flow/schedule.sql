@@ -139,8 +139,6 @@ begin
     if pg_relation_size('pgqueue.schedule') = 0 then
         return 0;
     end if;
-    -- Meanwhile other sessions need not look.
-    perform setval('pgqueue._cell_due', pgqueue._since_2020(moment + interval '1 second'));
     picks := array(
         select s
         from pgqueue.schedule as s

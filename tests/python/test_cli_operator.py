@@ -81,7 +81,7 @@ def test_a_payload_is_stored_as_it_is_typed(db, run, payload) -> None:
     [
         (["enqueue", "q", "hello"], 2, "payload must be JSON"),
         (["enqueue", "q", "[" * 100_000], 2, "payload must be JSON"),
-        (["enqueue", "q", "[NaN]"], 2, "payload must be JSON: it has no NaN"),
+        (["enqueue", "q", "NaN"], 2, "payload must be JSON: it has no NaN"),
         (["enqueue", ""], 1, "queue"),
         (["enqueue", b"\xff"], 2, "not UTF-8"),
         (["enqueue", "q", "--priority", "99999999999"], 2, "out of range"),

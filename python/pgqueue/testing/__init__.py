@@ -173,9 +173,9 @@ def drain(
     that it created itself.
 
     What a handler raises fails its job, as with a worker, and is raised, except Retry, Snooze
-    and Reject; with `raises` false nothing is. A handler with transaction=True gets this session, in
-    a savepoint. Raises LookupError for a kind without a handler. The role must own the table
-    pgqueue.job.
+    and Reject; with `raises` false nothing is. A handler with transaction=True gets this
+    session, in a savepoint. Raises LookupError for a kind without a handler. The role must own
+    the table pgqueue.job.
     """
     names = [queues] if isinstance(queues, str) else queues and list(queues)
     which = {"queues": names, "committed": committed}
