@@ -25,16 +25,53 @@ as $$
         and (job).queue = _is_in_group.queue and (job).group_key = _is_in_group.group_key
 $$;
 
+-- Whether jobs of a kind are paused in a group of which nothing is said in paused, because too many groups are
+-- (_paused); null if nothing is set for the group. Without a kind: whether all its jobs are. A kind at its cap,
+-- which _without has set to null there, stays null.
+create or replace function pgqueue._pause_of(paused jsonb, group_key text, kind text default null)
+    returns jsonb
+    language plpgsql
+    stable
+as $$
+begin
+    if paused -> '' -> kind = 'null' then
+        return jsonb 'null';
+    end if;
+    return (
+        select to_jsonb(q.paused and (_pause_of.kind is not null or q.kind = ''))
+        from pgqueue.queue as q
+        where q.group_key = _pause_of.group_key and q.name in ('', _pause_of.paused ->> '*')
+            and q.kind in ('', coalesce(_pause_of.kind, q.kind)) and q.paused is not null
+        order by q.kind <> '' desc, q.name <> '' desc
+        limit 1
+    );
+end;
+$$;
+
 -- Whether a claim of these kinds, with these pauses, may take a job.
 create or replace function pgqueue._is_wanted(kind text, group_key text, kinds text[], paused jsonb)
     returns boolean
     language sql
-    immutable
+    stable
 as $$
     select (kinds is null or kind = any (kinds)) and (
         paused is null or coalesce(
-            paused -> group_key -> kind, paused -> group_key -> '', paused -> '' -> kind, paused -> '' -> ''
+            paused -> group_key -> kind, paused -> group_key -> '',
+            case when group_key is not null and paused ? '*' then pgqueue._pause_of(paused, group_key, kind) end,
+            paused -> '' -> kind, paused -> '' -> ''
         ) = 'false'
+    )
+$$;
+
+-- Whether a group is paused as a whole, whatever the kinds of its jobs.
+create or replace function pgqueue._is_group_paused(group_key text, paused jsonb)
+    returns boolean
+    language sql
+    stable
+as $$
+    select coalesce(
+        case when paused ? '*' then pgqueue._pause_of(paused, group_key) = 'true' else paused -> group_key = '{"": true}' end,
+        false
     )
 $$;
 

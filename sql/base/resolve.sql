@@ -132,8 +132,10 @@ begin
     );
     settings.has_pauses := exists (
         select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and num_nonnulls(q.paused, q.lease) > 0
-            and (q.kind <> '' or q.group_key <> '')
+        where q.name in (_resolved.name, '') and q.paused is not null and (q.kind <> '' or q.group_key <> '')
+    ) or exists (
+        select from pgqueue.queue as q
+        where q.name in (_resolved.name, '') and q.lease is not null and (q.kind <> '' or q.group_key <> '')
     );
     settings.has_groups := exists (
         select from pgqueue.queue as q
@@ -247,19 +249,29 @@ end;
 $$;
 
 -- What is paused in a queue (is_paused: the queue itself): by group, then kind, where an empty one means
--- any; null if no kind or group differs from the queue.
+-- any; null if no kind or group differs from the queue. If there are many groups, they are left out, and * stands
+-- for the name of the queue: _pause_of looks each of them up.
 create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
     language plpgsql
     stable
 as $$
+declare
+    are_many boolean := (
+        select count(*) > 100
+        from (
+            select from pgqueue.queue as q
+            where q.name in ('', _paused.queue) and left(q.group_key, 1) > ''
+                and q.paused is not null and (q.kind <> '' or q.group_key <> '')
+            limit 101
+        ) as g
+    );
 begin
     return (
-        select case when bool_or(g.has_others) then
-            jsonb_object_agg(g.group_key, g.kinds) || case when bool_and(g.group_key <> '')
-                then jsonb_build_object('', jsonb_build_object('', is_paused))
-                else '{}'
-            end
+        select case when are_many or bool_or(g.has_others) then
+            jsonb_build_object('', jsonb_build_object('', is_paused))
+                || coalesce(jsonb_object_agg(g.group_key, g.kinds), '{}')
+                || case when are_many then jsonb_build_object('*', queue) else '{}' end
         end
         from (
             select
@@ -272,12 +284,15 @@ begin
             from (
                 select distinct on (q.group_key, q.kind) q.group_key, q.kind, q.paused
                 from (
-                    select q.name, q.kind, q.group_key, q.paused
+                    select q.*
                     from pgqueue.queue as q
-                    where q.name in ('', _paused.queue) and num_nonnulls(q.paused, q.lease) > 0
-                        and (q.kind <> '' or q.group_key <> '') and q.paused is not null
-                    -- A subquery, or it might read the whole primary key because that is in the order wanted.
-                    offset 0
+                    where q.name in ('', _paused.queue) and left(q.group_key, 1) = ''
+                        and q.paused is not null and q.kind <> ''
+                    union all
+                    select q.*
+                    from pgqueue.queue as q
+                    where not are_many and q.name in ('', _paused.queue) and left(q.group_key, 1) > ''
+                        and q.paused is not null and (q.kind <> '' or q.group_key <> '')
                 ) as q
                 order by q.group_key, q.kind, q.name <> '' desc
             ) as s

@@ -86,8 +86,7 @@ begin
                 paused := pgqueue._paused(queue, settings.paused);
                 has_leases := lease is null and exists (
                     select from pgqueue.queue as q
-                    where q.name in ('', claim.queue) and num_nonnulls(q.paused, q.lease) > 0
-                        and (q.kind <> '' or q.group_key <> '') and q.lease is not null
+                    where q.name in ('', claim.queue) and q.lease is not null and (q.kind <> '' or q.group_key <> '')
                 );
             end if;
             if settings.paused and paused is null then

@@ -43,7 +43,7 @@ begin
 end;
 $$;
 
--- What a claim passes over: what is paused, and these kinds as well.
+-- What a claim passes over: what is paused, and these kinds, set to null, as well.
 create or replace function pgqueue._without(paused jsonb, kinds text[])
     returns jsonb
     language plpgsql
@@ -55,7 +55,9 @@ begin
     end if;
     return (
         select jsonb_object_agg(
-            e.key, e.value || (select jsonb_object_agg(k.name, true) from unnest(kinds) as k (name))
+            e.key, case when e.key = '*' then e.value
+                else e.value || (select jsonb_object_agg(k.name, null) from unnest(kinds) as k (name))
+            end
         )
         from jsonb_each(coalesce(paused, '{"": {"": false}}')) as e
     );

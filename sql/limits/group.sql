@@ -78,7 +78,7 @@ begin
                     )
                 )) then 'blocked'
                 -- Unless it is paused as a whole or needs order, the group may have other jobs that can run.
-                when is_filtered or paused is not null and g.most is null and paused -> g.key <> '{"": true}' is not false
+                when is_filtered or paused is not null and g.most is null and not pgqueue._is_group_paused(g.key, paused)
                     then 'same'
                 else 'blocked'
             end as state,

@@ -188,7 +188,7 @@ begin
                 and pgqueue._is_ready(j, g.start, _take_free.moment, has_recovered)
                 and pgqueue._is_wanted(j.kind, j.group_key, _take_free.kinds, _take_free.paused)
                 -- If a group is paused as a whole, its jobs are not even read.
-                and (_take_free.paused -> g.key = '{"": true}') is not true
+                and not pgqueue._is_group_paused(g.key, _take_free.paused)
                 and (taken is null or j.ctid <> all (taken))
             order by j.run_at, j.id
             limit g.give

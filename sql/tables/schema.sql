@@ -633,12 +633,13 @@ comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its k
 create index queue_keep_idx on pgqueue.queue (name) where num_nonnulls(keep_runs, keep_payloads) > 0;
 comment on index pgqueue.queue_keep_idx is 'Which settings say what the log keeps, and how long?';
 
-create index queue_dead_idx on pgqueue.queue (name, left(group_key, 1)) where keep_dead is not null;
-comment on index pgqueue.queue_dead_idx is 'How long are the dead jobs of a queue kept?';
+create index queue_paused_idx on pgqueue.queue (name, left(group_key, 1))
+where paused is not null and (kind <> '' or group_key <> '');
+comment on index pgqueue.queue_paused_idx is 'Which kinds and groups of a queue are paused, or not?';
 
-create index queue_narrow_idx on pgqueue.queue (name, (num_nonnulls(paused, lease) > 0))
-where kind <> '' or group_key <> '';
-comment on index pgqueue.queue_narrow_idx is 'Which settings of kinds or groups must a claim know?';
+create index queue_lease_idx on pgqueue.queue (name)
+where lease is not null and (kind <> '' or group_key <> '');
+comment on index pgqueue.queue_lease_idx is 'Do kinds or groups of a queue have leases of their own?';
 
 create index queue_group_idx on pgqueue.queue (name)
 where group_key <> '' and num_nonnulls(weight, group_limit, group_on_retry, rate_limit, rate_period) > 0;

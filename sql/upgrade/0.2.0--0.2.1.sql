@@ -136,6 +136,16 @@ comment on column pgqueue.tally.parts is
 comment on column pgqueue.gone.part is
 'Which 64 ids they are among: id >> 6; below 0: which 64 of those of one shard.';
 
+-- A claim that must know what is paused in its queue reads a list of at most 100 groups, however many there are.
+drop index pgqueue.queue_narrow_idx, pgqueue.queue_dead_idx;
+create index queue_paused_idx on pgqueue.queue (name, left(group_key, 1))
+where paused is not null and (kind <> '' or group_key <> '');
+comment on index pgqueue.queue_paused_idx is 'Which kinds and groups of a queue are paused, or not?';
+
+create index queue_lease_idx on pgqueue.queue (name)
+where lease is not null and (kind <> '' or group_key <> '');
+comment on index pgqueue.queue_lease_idx is 'Do kinds or groups of a queue have leases of their own?';
+
 -- The timeline of the server when numbers were last skipped.
 create sequence pgqueue._cell_timeline minvalue 0;
 -- Which transaction was the last to change settings.

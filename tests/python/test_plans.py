@@ -477,6 +477,37 @@ def test_a_hundred_thousand_paused_jobs_are_not_walked_by_every_claim(db, usual,
     assert one(db, ready) == 10000
 
 
+SETTINGS_READ = (
+    "select sum(pg_stat_get_xact_tuples_returned(oid)) from pg_class "
+    "where oid = 'pgqueue.queue'::regclass "
+    "or oid in (select indexrelid from pg_index where indrelid = 'pgqueue.queue'::regclass)"
+)
+
+
+def test_ten_thousand_paused_groups_are_not_read_by_every_claim(db):
+    fill_groups(db, 10_000, 1, name="paused")
+    with db.transaction():
+        db.execute(
+            "insert into pgqueue.queue (name, kind, group_key, paused) "
+            "select 'q', '', 'paused' || n, true from generate_series(0, 9998) as n"
+        )
+        db.execute("select pgqueue.pause('q', group_key => 'paused9999')")
+    db.execute("vacuum analyze pgqueue.queue, pgqueue.job, pgqueue.ticket")
+    for _ in range(20):
+        assert not db.execute("select from pgqueue.claim('q', 'w', 10)").fetchall()
+    fill_groups(db, 100, 20)
+    counts = []
+    for _ in range(12):
+        with db.transaction():
+            before = one(db, SETTINGS_READ)
+            buffers(db, 10)
+            counts.append(one(db, SETTINGS_READ) - before)
+    assert sum(count > 1000 for count in counts[2:]) <= 1, counts
+    db.execute("select pgqueue.resume('q', group_key => 'paused7')")
+    keys = "select group_key from pgqueue.claim('q', 'w', 10)"
+    wait_until(lambda: "paused7" in column(db, keys))
+
+
 def test_a_hundred_thousand_jobs_of_a_full_kind_are_not_walked_by_every_claim(db):
     db.execute("select pgqueue.configure('q', kind => 'x', max_running => 1)")
     fill = "select pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[%s]), kind => %s)"

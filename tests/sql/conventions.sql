@@ -260,14 +260,14 @@ select results_eq(
     'which every function that ends jobs calls'
 );
 select is_empty(
-    $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name not in ('_is_wanted', '_found') $$,
-    'which kinds and groups are paused is asked in one place, _is_wanted'
+    $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name not in ('_is_wanted', '_pause_of', '_found') $$,
+    'which kinds and groups are paused is asked in one place, module match'
 );
 select is_empty(
     $$ select r.name
        from routine as r
        join pg_language as l on l.oid = r.prolang
-       where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (not (r.provolatile = 'i' or r.provolatile = 's' and (r.proretset or r.name = '_is_free')) or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
+       where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (r.provolatile = 'v' or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
     'the planner can put functions in SQL in line'
 );
 

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(14);
+select plan(16);
 
 -- What has been used
 
@@ -64,6 +64,49 @@ select results_eq(
 select pgqueue.configure('own', kind => 'k', max_attempts => 2);
 select is((pgqueue._in_force('own', 'k')).max_attempts, 2, 'those of a kind come first');
 select ok((pgqueue._in_force('own')).has_narrow, 'a queue knows that one of its kinds has its own');
+
+-- What is paused: the same by one list of all groups as by looking up each
+
+create function pg_temp.verdicts(is_paused boolean) returns text language sql as $$
+    select string_agg(
+        format(
+            '%s%s', pgqueue._is_wanted(j.kind, j.key, null, pgqueue._without(p.paused, '{f}'))::int,
+            pgqueue._is_group_paused(j.key, p.paused)::int
+        ), ' '
+    )
+    from (values ('a', null), ('b', null), ('a', 'g'), ('b', 'g'), ('a', 'h'), ('f', 'g')) as j (kind, key)
+    -- A kind that is at its cap is left out, whatever is said of the group.
+    cross join lateral (
+        select pgqueue._paused('q', is_paused) as paused offset 0
+    ) as p
+$$;
+-- Each scope of a kind, a group or both, in the queue or in all, says: paused, not paused, or nothing.
+create function pg_temp.all_verdicts() returns setof text language plpgsql as $$
+begin
+    for n in 0 .. 3 ^ 6 - 1 by 5 loop
+        insert into pgqueue.queue (name, kind, group_key, paused)
+        select s.name, s.kind, s.key, n / (3 ^ s.place)::int % 3 = 1
+        from (values
+            (0, '', 'a', ''), (1, '', '', 'g'), (2, '', 'a', 'g'), (3, 'q', 'a', ''), (4, 'q', '', 'g'), (5, 'q', 'a', 'g')
+        ) as s (place, name, kind, key)
+        where n / (3 ^ s.place)::int % 3 < 2;
+        return next pg_temp.verdicts(n % 2 = 1);
+        delete from pgqueue.queue where 'g' = group_key or 'a' = kind;
+    end loop;
+end;
+$$;
+-- If nothing differs from the queue, no claim goes on to ask.
+insert into pgqueue.queue (name, kind, group_key, paused) values ('q', '', 'differs', true), ('q', '', 'differs too', false);
+create temp table verdict as select v.said, row_number() over () as place from pg_temp.all_verdicts() as v (said);
+select is(
+    pg_temp.verdicts(false), '10 10 10 10 10 00', 'nothing is paused; one kind is at its cap'
+);
+insert into pgqueue.queue (name, kind, group_key, paused)
+select 'q', '', 'many ' || n, n % 2 = 0 from generate_series(1, 101) as n;
+select results_eq(
+    'select v.said from pg_temp.all_verdicts() as v (said)', 'select v.said from verdict as v order by v.place',
+    'the same is wanted if too many groups are paused for one list'
+);
 
 select * from finish();
 rollback;
