@@ -248,9 +248,38 @@ begin
 end;
 $$;
 
--- What is paused in a queue (is_paused: the queue itself): by group, then kind, where an empty one means
--- any; null if no kind or group differs from the queue. If there are many groups, they are left out, and * stands
--- for the name of the queue: _pause_of looks each of them up.
+-- What is paused in the groups of a queue: by group, then kind, where an empty one means any.
+create or replace function pgqueue._paused_groups(queue text)
+    returns jsonb
+    language plpgsql
+    stable
+as $$
+begin
+    return (
+        select coalesce(jsonb_object_agg(g.group_key, g.kinds), '{}')
+        from (
+            select s.group_key, jsonb_object_agg(s.kind, s.paused) as kinds
+            from (
+                select distinct on (q.group_key, q.kind) q.group_key, q.kind, q.paused
+                from (
+                    select q.*
+                    from pgqueue.queue as q
+                    where q.name in ('', _paused_groups.queue) and left(q.group_key, 1) > ''
+                        and q.paused is not null and (q.kind <> '' or q.group_key <> '')
+                    -- A subquery, or it might read the whole primary key because that is in the order wanted.
+                    offset 0
+                ) as q
+                order by q.group_key, q.kind, q.name <> '' desc
+            ) as s
+            group by s.group_key
+        ) as g
+    );
+end;
+$$;
+
+-- What is paused in a queue (is_paused: the queue itself), in the form of _paused_groups, with an empty group for any;
+-- null if no kind or group differs from the queue. If there are many groups, they are left out, and * stands for
+-- the name of the queue: _pause_of looks each of them up.
 create or replace function pgqueue._paused(queue text, is_paused boolean)
     returns jsonb
     language plpgsql
@@ -266,38 +295,33 @@ declare
             limit 101
         ) as g
     );
-begin
-    return (
-        select case when are_many or bool_or(g.has_others) then
-            jsonb_build_object('', jsonb_build_object('', is_paused))
-                || coalesce(jsonb_object_agg(g.group_key, g.kinds), '{}')
-                || case when are_many then jsonb_build_object('*', queue) else '{}' end
-        end
+    paused jsonb := jsonb_build_object('', jsonb_build_object('', is_paused) || (
+        select coalesce(jsonb_object_agg(s.kind, s.paused), '{}')
         from (
-            select
-                s.group_key,
-                jsonb_object_agg(s.kind, s.paused) || case when s.group_key = ''
-                    then jsonb_build_object('', is_paused)
-                    else '{}'
-                end as kinds,
-                bool_or(s.paused <> is_paused) as has_others
-            from (
-                select distinct on (q.group_key, q.kind) q.group_key, q.kind, q.paused
-                from (
-                    select q.*
-                    from pgqueue.queue as q
-                    where q.name in ('', _paused.queue) and left(q.group_key, 1) = ''
-                        and q.paused is not null and q.kind <> ''
-                    union all
-                    select q.*
-                    from pgqueue.queue as q
-                    where not are_many and q.name in ('', _paused.queue) and left(q.group_key, 1) > ''
-                        and q.paused is not null and (q.kind <> '' or q.group_key <> '')
-                ) as q
-                order by q.group_key, q.kind, q.name <> '' desc
-            ) as s
-            group by s.group_key
-        ) as g
-    );
+            select distinct on (q.kind) q.kind, q.paused
+            from pgqueue.queue as q
+            where q.name in ('', _paused.queue) and left(q.group_key, 1) = '' and q.paused is not null and q.kind <> ''
+            order by q.kind, q.name <> '' desc
+        ) as s
+    ));
+begin
+    if are_many then
+        return paused || jsonb_build_object('*', queue);
+    end if;
+    paused := paused || pgqueue._paused_groups(queue);
+    return case
+        when jsonb_path_exists(paused, '$.*.* ? (@ != $of_queue)', jsonb_build_object('of_queue', is_paused)) then paused
+    end;
+end;
+$$;
+
+-- The same with many groups in it: for who meets more jobs than there are groups.
+create or replace function pgqueue._with_all_groups(paused jsonb)
+    returns jsonb
+    language plpgsql
+    stable
+as $$
+begin
+    return case when paused ? '*' then paused - '*' || pgqueue._paused_groups(paused ->> '*') else paused end;
 end;
 $$;

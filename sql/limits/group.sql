@@ -517,7 +517,8 @@ begin
     while cardinality(picks) < wanted loop
         if stage in ('new', 'last') then
             met := pgqueue._groups_of_new(
-                queue, kinds, paused, lane, case when stage = 'new' then new_since else '-infinity' end,
+                queue, kinds, case when stage = 'last' then pgqueue._with_all_groups(paused) else paused end, lane,
+                case when stage = 'new' then new_since else '-infinity' end,
                 case when stage = 'new' then known_at end, moment,
                 num_nonnulls(nullif(shared.has_groups, false), shared.group_limit) > 0
             );
@@ -609,9 +610,18 @@ begin
         end if;
         exit when cardinality(picks) >= wanted;
         looked := looked + cardinality(met.keys);
-        if looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds' then
+        if looked > 1000 and clock_timestamp() > moment + interval '100 milliseconds'
+            or clock_timestamp() > moment + interval '500 milliseconds'
+        then
             is_cut := stage <> 'guest';
             exit when picks <> '{}' or not leaves_out;
+            if is_cut then
+                -- Left now, in case the claim is cancelled.
+                perform pgqueue._leave_vain(
+                    key, known.record, known.reached, least(passed_at, new_until, moment - interval '10 milliseconds'),
+                    is_cut, is_none, case when front = '-infinity' then moment end, true
+                );
+            end if;
             -- Perhaps there are only a few jobs, or none.
             stage := 'last';
             continue;

@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -894,6 +894,34 @@ def test_a_job_is_found_behind_many_groups_that_have_only_what_is_left_out(db, w
     ask = "select id from pgqueue.claim('q', 'w', 1, kinds => %s::text[])"
     found = soon(lambda: column(db, ask, ["y"] if way == "kinds" else None))
     assert found == [rare]
+
+
+@pytest.mark.needs_hints  # a sweep over so many groups takes seconds
+def test_claims_that_are_cancelled_get_past_many_groups_that_have_only_what_is_left_out(
+    db,
+):
+    for queue in ("p", "q"):
+        for _ in range(2):
+            db.execute(
+                "select count(*) from pgqueue.enqueue_many(%s, array_fill('{}'::jsonb, array[50000]), kind => 'x', "
+                "group_keys => array(select 'group ' || n %% 4000 from generate_series(1, 50000) as n))",
+                (queue,),
+            )
+        db.execute(
+            "select pgqueue.enqueue(%s, kind => 'y', group_key => 'last')", (queue,)
+        )
+    db.execute("select pgqueue.pause(kind => 'x')")
+    began = time.monotonic()
+    assert column(db, "select kind from pgqueue.claim('p', 'w')") == ["y"]
+    took = time.monotonic() - began
+    db.execute(f"set statement_timeout = '{0.6 * took} s'")
+    found = []
+    for _ in range(50):
+        with suppress(psycopg.errors.QueryCanceled):
+            found = column(db, "select kind from pgqueue.claim('q', 'w')")
+        if found:
+            break
+    assert found == ["y"], took
 
 
 @pytest.mark.parametrize("what", ["paused", "of another kind"])
