@@ -591,6 +591,39 @@ begin
 end;
 $$;
 
+-- One of these jobs that can never end before this one, because it waits for it, directly or through others, and for
+-- nothing else. It looks at 1,000 jobs. Relies on the planner settings of its callers.
+create or replace function pgqueue._waits_in_turn(job_id bigint, after bigint[])
+    returns bigint
+    language plpgsql
+as $$
+begin
+    return (
+        with recursive waiter (id) as (
+            select _waits_in_turn.job_id
+            union
+            select n.waiter_id
+            from waiter as w
+            cross join lateral (
+                select d.waiter_id
+                from pgqueue.dependency as d
+                cross join lateral (
+                    select j.id from pgqueue.job as j
+                    where j.id = d.waiter_id and j.run_at = 'infinity' and (j.terms).expires_at is null
+                        and not exists (
+                            select from pgqueue.wait as e where e.job_id = d.waiter_id and e.event is not null
+                        )
+                    offset 0
+                ) as j
+                where d.job_id = w.id
+                offset 0
+            ) as n
+        )
+        select w.id from (select w.id from waiter as w limit 1000) as w where w.id = any (after) limit 1
+    );
+end;
+$$;
+
 -- Refuses terms that suspend cannot take.
 create or replace function pgqueue._check_suspension(
     job_id bigint, event text, run_at timestamptz, after bigint[], step text
@@ -598,6 +631,8 @@ create or replace function pgqueue._check_suspension(
     returns text[]
     language plpgsql
 as $$
+declare
+    in_turn bigint := case when num_nonnulls(event, run_at) = 0 then pgqueue._waits_in_turn(job_id, after) end;
 begin
     return case
         when num_nonnulls(event, run_at, after) = 0 then array[
@@ -609,6 +644,11 @@ begin
         when octet_length(step) not between 1 and 200 then pgqueue._bad_name('the name of a step', step)
         when job_id = any (after) then array[
             'a job cannot wait for itself', format('after has its id, %s.', job_id), 'Name other jobs.'
+        ]
+        when in_turn is not null then array[
+            format('job %s already waits for job %s', in_turn, job_id),
+            'If each waited for the other, directly or through others, neither would ever run.',
+            'Give an event or a run_at as well, or let only one wait.'
         ]
         else coalesce(
             case when run_at is not null then pgqueue._check_ranges(run_at => run_at) end,

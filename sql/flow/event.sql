@@ -225,7 +225,8 @@ learns from events and results_of which it was, and from steps what it need not
 do again. If step is given, an operator''s run_now saves a step of that name. A
 job that an operator asked to stop is cancelled instead.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
-argument, or nothing to wait for), PQ001 (an unknown job in after).';
+argument; nothing to wait for; or only a job that waits for this one in turn),
+PQ001 (an unknown job in after).';
 
 create or replace function pgqueue.emit(event text, payload jsonb default 'null')
     returns boolean

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(114);
+select plan(124);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -361,6 +361,57 @@ select throws_ok(
     'keep_events is one setting for all: ' || s.scope
 )
 from (values ('''q'''), ('null, kind => ''k'''), ('null, group_key => ''g''')) as s (scope);
+
+-- Jobs that wait for each other
+
+-- The terms on which the first job is suspended, and those on which others wait for it: the next for the first, and so
+-- on; the first waits for the last.
+create function pg_temp.wait_in_circle(first text, others text[])
+    returns void
+    language plpgsql
+as $$
+declare
+    job pgqueue.job;
+    last bigint;
+begin
+    last := pgqueue.enqueue('c');
+    select c.* into strict job from pgqueue.claim('c', 'w') as c;
+    for n in 1 .. cardinality(others) loop
+        if others[n] like 'suspend %' then
+            perform pgqueue.enqueue('d');
+            execute format(
+                'select c.id from pgqueue.claim(''d'', ''w'') as c, pgqueue.suspend(c.id, c.token, after => array[%s] %s)',
+                last, substr(others[n], 9)
+            ) into strict last;
+        else
+            execute format('select pgqueue.enqueue(''d'', after => array[%s] %s)', last, others[n]) into strict last;
+        end if;
+    end loop;
+    execute format('select pgqueue.suspend(%s, %s, after => array[%s] %s)', job.id, job.token, last, first);
+end;
+$$;
+select throws_matching(
+    format('select pg_temp.wait_in_circle('''', %L)', c.others), '^job \d+ already waits for job \d+$', c.others::text
+)
+from (values
+    (array['']), (array['suspend ']), (array['', 'suspend ', '']), (array['suspend ', 'suspend '])
+) as c (others);
+select lives_ok(format('select pg_temp.wait_in_circle(%L, %L)', c.first, c.others), format('%s %s', c.first, c.others))
+from (values
+    (', event => ''e''', array['']), (', run_at => now() + interval ''1 hour''', array['suspend ']),
+    ('', array['suspend , event => ''e''']), ('', array['', 'suspend , run_at => now() + interval ''1 hour''', '']),
+    ('', array[', expires_at => now() + interval ''1 hour'''])
+) as c (first, others);
+select pgqueue.enqueue('f') as id, pgqueue.enqueue('f') as other \gset
+select pgqueue.enqueue('g', after => array[:id]) as waiter \gset
+select results_eq(
+    format(
+        $$ select f.status from pgqueue.claim('f', 'w') as c
+           cross join lateral pgqueue.finish(array[c.id], array[c.token], '{suspend}', array['{"after": [%s]}']) as f $$,
+        :waiter
+    ),
+    $$ values ('retry') $$, 'finish fails an attempt that would wait for who waits for it'
+);
 
 select * from finish();
 rollback;
