@@ -53,6 +53,60 @@ begin
 end;
 $$;
 
+-- For a filtered claim under a statement_timeout: passes over jobs that it may not take, 10,000 at a time, and leaves
+-- the position after each step, so that the next claim continues there if this one is cancelled. It stops before a
+-- step in which there is any job, and then wants no more than that has. Relies on the planner settings of _pick.
+create or replace function pgqueue._skip_unwanted(
+    queue text, kinds text[], paused jsonb, lane int, key bigint, record int, moment timestamptz,
+    inout wanted int, inout start timestamptz, inout start_id bigint, out has_skipped boolean
+)
+    language plpgsql
+as $$
+declare
+    began timestamptz := clock_timestamp();
+    is_whole boolean := start = '-infinity';
+    step record;
+begin
+    has_skipped := false;
+    loop
+        with looked as materialized (
+            select
+                j.run_at, j.id,
+                (j.lease_expires_at <= _skip_unwanted.moment) is not false
+                    and pgqueue._is_wanted(j.kind, j.group_key, _skip_unwanted.kinds, _skip_unwanted.paused) as is_wanted
+            from pgqueue.job as j
+            where pgqueue._is_in_lane(j, _skip_unwanted.queue, _skip_unwanted.lane)
+                and j.run_at <= _skip_unwanted.moment and (j.run_at, j.id) > (start, start_id)
+            order by j.run_at, j.id
+            limit 10000
+        )
+        select f.found, l.run_at, l.id
+        into step
+        from (
+            select count(*)::int as found from (select from looked as l where l.is_wanted limit wanted) as w
+        ) as f
+        left join lateral (
+            select l.run_at, l.id from looked as l where f.found = 0 offset 9999
+        ) as l on true;
+        exit when step.run_at is null;
+        has_skipped := true;
+        start := step.run_at;
+        start_id := step.id;
+        perform pgqueue._leave_position(
+            key, record, null, pgqueue._since_2020(start), start_id,
+            case when is_whole then pgqueue._since_2020(clock_timestamp() + interval '59 seconds') end
+        );
+    end loop;
+    wanted := coalesce(nullif(step.found, 0), wanted);
+    if is_whole and has_skipped then
+        perform pgqueue._leave_position(
+            key, record, null, pgqueue._since_2020(start), start_id,
+            pgqueue._since_2020(pgqueue._believed_until(began, '100 milliseconds'))
+        );
+    end if;
+end;
+$$;
+
 -- Locks at most the wanted number of due jobs of one lane, except those in taken, and returns where they
 -- are, in the order in which to run them. As a side effect ends expired leases and jobs past their expires_at.
 -- An empty answer means that there is no job only if it walked from the beginning (is_whole). Relies on the
@@ -89,6 +143,8 @@ declare
     may_be_over boolean;
     over_at timestamptz;
     has_recovered boolean;
+    ahead record;
+    has_skipped boolean;
 begin
     if valid_until is not null then
         -- If the first record belongs to another lane, use the second; if that does too, none.
@@ -128,6 +184,14 @@ begin
                 );
             end if;
         end if;
+    end if;
+
+    if num_nonnulls(kinds, paused) > 0 and current_setting('statement_timeout') <> '0' then
+        ahead := pgqueue._skip_unwanted(queue, kinds, paused, lane, key, record, moment, wanted, start, start_id);
+        wanted := ahead.wanted;
+        start := ahead.start;
+        start_id := ahead.start_id;
+        has_skipped := ahead.has_skipped;
     end if;
 
     loop
@@ -175,7 +239,7 @@ begin
         end if;
         exit when start = first or cardinality(picks) = wanted or picks is null
             -- Fewer than wanted will do if a walk from the beginning is expensive.
-            or valid_until > now_us + 100000;
+            or valid_until > now_us + 100000 or has_skipped;
         start := first;
         start_id := 0;
     end loop;
