@@ -139,8 +139,8 @@ begin
     );
     settings.has_groups := exists (
         select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and q.group_key <> ''
-            and num_nonnulls(q.weight, q.group_limit, q.group_on_retry, q.rate_limit, q.rate_period) > 0
+        where q.name in (_resolved.name, '') and left(q.group_key, 1) > ''
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period, q.weight, q.group_limit, q.group_on_retry) > 0
     );
     settings.has_access := nullif(exists (select from pgqueue.access as a where a.queue <> ''), false);
     settings.caps := (
@@ -156,7 +156,7 @@ begin
                 coalesce(max(q.rate_period) filter (where q.name <> ''), max(q.rate_period)) as period
             from pgqueue.queue as q
             where q.name in (_resolved.name, '') and left(q.group_key, 1) = ''
-                and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
+                and num_nonnulls(q.max_running, q.rate_limit, q.rate_period, q.weight, q.group_limit, q.group_on_retry) > 0
             group by q.kind
         ) as s
         cross join lateral (values (false, s.max_running), (true, s.rate_limit)) as c (is_rate, most)
@@ -312,16 +312,5 @@ begin
     return case
         when jsonb_path_exists(paused, '$.*.* ? (@ != $of_queue)', jsonb_build_object('of_queue', is_paused)) then paused
     end;
-end;
-$$;
-
--- The same with many groups in it: for who meets more jobs than there are groups.
-create or replace function pgqueue._with_all_groups(paused jsonb)
-    returns jsonb
-    language plpgsql
-    stable
-as $$
-begin
-    return case when paused ? '*' then paused - '*' || pgqueue._paused_groups(paused ->> '*') else paused end;
 end;
 $$;

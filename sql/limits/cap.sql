@@ -35,6 +35,7 @@ begin
         select
         from pgqueue.queue as q
         where q.name = '' and left(q.group_key, 1) = ''
+            and num_nonnulls(q.max_running, q.rate_limit, q.rate_period, q.weight, q.group_limit, q.group_on_retry) > 0
             and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
     ) then
         caps := pgqueue._caps_of(caps, kinds);

@@ -517,7 +517,9 @@ begin
     while cardinality(picks) < wanted loop
         if stage in ('new', 'last') then
             met := pgqueue._groups_of_new(
-                queue, kinds, case when stage = 'last' then pgqueue._with_all_groups(paused) else paused end, lane,
+                queue, kinds,
+                -- This may meet more jobs than there are groups, so the pauses of all groups are read at once.
+                case when stage = 'last' and paused ? '*' then paused - '*' || pgqueue._paused_groups(queue) else paused end, lane,
                 case when stage = 'new' then new_since else '-infinity' end,
                 case when stage = 'new' then known_at end, moment,
                 num_nonnulls(nullif(shared.has_groups, false), shared.group_limit) > 0

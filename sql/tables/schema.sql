@@ -625,13 +625,13 @@ end;
 $$;
 -- so far.]
 
--- left(group_key, 1) sets apart the rows of groups, which may be many.
-create index queue_cap_idx on pgqueue.queue (name, left(group_key, 1))
-where num_nonnulls(max_running, rate_limit, rate_period) > 0;
-comment on index pgqueue.queue_cap_idx is 'Which caps are set for a queue, its kinds and groups?';
-
 create index queue_keep_idx on pgqueue.queue (name) where num_nonnulls(keep_runs, keep_payloads) > 0;
 comment on index pgqueue.queue_keep_idx is 'Which settings say what the log keeps, and how long?';
+
+-- left(group_key, 1) sets apart the rows of groups, which may be many.
+create index queue_limit_idx on pgqueue.queue (name, left(group_key, 1))
+where num_nonnulls(max_running, rate_limit, rate_period, weight, group_limit, group_on_retry) > 0;
+comment on index pgqueue.queue_limit_idx is 'Which caps has a queue, or limits its groups?';
 
 create index queue_paused_idx on pgqueue.queue (name, left(group_key, 1))
 where paused is not null and (kind <> '' or group_key <> '');
@@ -640,10 +640,6 @@ comment on index pgqueue.queue_paused_idx is 'Which kinds and groups of a queue 
 create index queue_lease_idx on pgqueue.queue (name)
 where lease is not null and (kind <> '' or group_key <> '');
 comment on index pgqueue.queue_lease_idx is 'Do kinds or groups of a queue have leases of their own?';
-
-create index queue_group_idx on pgqueue.queue (name)
-where group_key <> '' and num_nonnulls(weight, group_limit, group_on_retry, rate_limit, rate_period) > 0;
-comment on index pgqueue.queue_group_idx is 'Which settings of the groups of a queue must a claim know?';
 
 create table pgqueue.service (
     until timestamptz not null,

@@ -137,7 +137,11 @@ comment on column pgqueue.gone.part is
 'Which 64 ids they are among: id >> 6; below 0: which 64 of those of one shard.';
 
 -- A claim that must know what is paused in its queue reads a list of at most 100 groups, however many there are.
-drop index pgqueue.queue_narrow_idx, pgqueue.queue_dead_idx;
+drop index pgqueue.queue_narrow_idx, pgqueue.queue_dead_idx, pgqueue.queue_cap_idx, pgqueue.queue_group_idx;
+create index queue_limit_idx on pgqueue.queue (name, left(group_key, 1))
+where num_nonnulls(max_running, rate_limit, rate_period, weight, group_limit, group_on_retry) > 0;
+comment on index pgqueue.queue_limit_idx is 'Which caps has a queue, or limits its groups?';
+
 create index queue_paused_idx on pgqueue.queue (name, left(group_key, 1))
 where paused is not null and (kind <> '' or group_key <> '');
 comment on index pgqueue.queue_paused_idx is 'Which kinds and groups of a queue are paused, or not?';
