@@ -161,7 +161,8 @@ def _forked() -> None:
     _forks += 1
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _end_fork(generation: int) -> None:

@@ -112,4 +112,9 @@ def _await(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
 
         return async_to_sync(call)()
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: asyncio.run(function())).result()
+        return pool.submit(_run_on_loop, function).result()
+
+
+def _run_on_loop(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
+    with asyncio.Runner(loop_factory=event_loop.new_loop) as runner:
+        return runner.run(function())

@@ -27,7 +27,7 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, merge, parse
-from pgqueue.worker.supervisor import CANNOT, DONE, READY, SIGNALS, Link, Supervisor
+from pgqueue.worker.supervisor import BOTH, CANNOT, DONE, READY, Link, Supervisor
 
 FUNCTIONS = (
     "after_failover claim claim_from complete extend finish maintain rest".split()
@@ -37,7 +37,6 @@ PRIVILEGES = (
     "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
     " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(functions)s)"
 )
-BOTH = (signal.SIGTERM, signal.SIGINT)
 TOGETHER = 1.0  # seconds within which the two count as one
 signals: list[int] = []  # that have arrived
 codes: list[int] = []  # to exit with, if threads of ours still run then
@@ -63,7 +62,8 @@ def main(
     for number in BOTH:
         signal.signal(number, stop_early)
     supervisor = Link()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if hasattr(os, "fork"):  # where a supervisor blocks them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*BOTH, signal.SIGCHLD})
     args = parse(sys.argv[1:] if argv is None else argv, needs_app=not discover)
     set_up_logging(args.log_level, args.log_format)
     try:
@@ -182,11 +182,12 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     for number in BOTH:
         signal.signal(number, on_signal)
     # A child that a handler forks must end at SIGTERM like any other, however early.
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, BOTH),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
-        after_in_child=default_in_child,
-    )
+    if hasattr(os, "fork"):
+        os.register_at_fork(
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, BOTH),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, BOTH),
+            after_in_child=default_in_child,
+        )
     for early in before:
         worker.stop(f"told by {signal.Signals(early).name}")
     supervisor.listen(on_relay)

@@ -49,7 +49,8 @@ def leave_sessions() -> None:
                 os.dup2(nothing.fileno(), session.socket, inheritable=False)
 
 
-os.register_at_fork(after_in_child=leave_sessions)
+if hasattr(os, "fork"):
+    os.register_at_fork(after_in_child=leave_sessions)
 
 
 class Patient:
@@ -119,7 +120,7 @@ def cut(conn: Any) -> None:
         if conn is not None:
             session = conn.pgconn
             # The descriptor may be another's by now, unless the session is still its own.
-            with socket.socket(fileno=os.dup(session.socket)) as copy:
+            with socket.fromfd(session.socket, -1, -1) as copy:
                 if conn.pgconn is session:
                     copy.shutdown(socket.SHUT_RDWR)
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import random
-import select
+import selectors
 import socket
 import time
 from datetime import timedelta
@@ -24,6 +24,8 @@ from pgqueue.worker.turns import HANG, Turns
 
 SAY_AGAIN = 240.0  # seconds; behind a pooler it is believed for ten minutes
 HANDOVER = 0.0002  # seconds for handlers' threads to start
+# Windows has no poll(), and its select() takes any socket.
+Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1))
 
 
@@ -214,10 +216,10 @@ class Dispatcher(Service):
         if want > 0:
             timeout = min(timeout, self._quiet_until - time.monotonic())
         if timeout > 0 and not (self._has_news and want > 0) and not self.over.is_set():
-            poll = select.poll()
-            poll.register(self._woken, select.POLLIN)
-            poll.register(conn.fileno(), select.POLLIN)
-            ready = {file for file, _ in poll.poll(timeout * 1000)}
+            with Selector() as selector:
+                selector.register(self._woken, selectors.EVENT_READ)
+                selector.register(conn.fileno(), selectors.EVENT_READ)
+                ready = {key.fd for key, _ in selector.select(timeout)}
             if self._woken.fileno() in ready:
                 self._woken.recv(4096)
             if conn.fileno() in ready:

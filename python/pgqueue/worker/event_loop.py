@@ -17,6 +17,14 @@ BLOCKED = 4  # more than these: a handler blocks the loop
 DEAD = 60  # more than these: it will not answer again, unless a handler blocks it
 
 
+# psycopg needs one that waits for sockets, which the usual one of Windows does not.
+new_loop = (
+    asyncio.SelectorEventLoop
+    if hasattr(asyncio, "ProactorEventLoop")
+    else asyncio.new_event_loop
+)
+
+
 class EventLoop:
     """Starts when it is first needed, and survives whatever its tasks raise."""
 
@@ -30,7 +38,7 @@ class EventLoop:
 
     def get(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = new_loop()
             try:
                 self._thread.start()
             except RuntimeError:  # there may be a thread for it later

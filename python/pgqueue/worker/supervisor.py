@@ -29,7 +29,7 @@ SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
 SOCKET = "PGQUEUE_SUPERVISOR"  # names the file descriptor
 AT_ONCE = 0.05  # seconds in which SIGTERM and SIGINT are one
-SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
+BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
@@ -50,6 +50,11 @@ class Supervisor:
     """Runs this command line in several processes, and restarts those that die."""
 
     def __init__(self, count: int, burst: bool) -> None:
+        if not hasattr(os, "fork"):
+            raise ValueError("--processes needs Unix: start several workers instead")
+        self._signals: set[int] = {*BOTH, signal.SIGCHLD}
+        self._heard, self._wakeup = socket.socketpair()  # a byte for each
+        self._wakeup.setblocking(False)
         self._burst = burst
         self._children: list[Child] = []
         self._start_at = [time.monotonic()] * count
@@ -60,16 +65,18 @@ class Supervisor:
 
     def run(self) -> int:
         """Run until all have ended, and return the exit code."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # or it never hears of an end
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.set_wakeup_fd(self._wakeup.fileno())
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        for number in self._signals:
+            signal.signal(number, lambda *_: None)
         while self._children or self._start_at:
             next_start = min(self._start_at, default=time.monotonic() + 3600)
-            wait = max(0.0, next_start - time.monotonic())
-            heard = signal.sigtimedwait(SIGNALS, wait)
-            if heard and heard.si_signo != signal.SIGCHLD:
-                others = SIGNALS - {signal.SIGCHLD, heard.si_signo}
-                signal.sigtimedwait(others, AT_ONCE)
-                self._stop(heard.si_signo)
+            numbers = self._wait(max(0.0, next_start - time.monotonic()))
+            if told := [number for number in numbers if number in BOTH]:
+                time.sleep(AT_ONCE)
+                for number in numbers + self._wait(0.0):
+                    if number == told[0]:
+                        self._stop(number)
             for child in list(self._children):
                 exit_code = child.process.poll()
                 if exit_code is not None:
@@ -82,6 +89,17 @@ class Supervisor:
                     log.warning("no new process: %s", error, extra=SELDOM)
                     self._start_at.append(time.monotonic() + 1)
         return self._code or (128 + self._stops[-1] if len(self._stops) > 1 else 0)
+
+    def _wait(self, seconds: float) -> bytes:
+        """Return the numbers of the signals that come; macOS has no sigtimedwait()."""
+        self._heard.settimeout(seconds)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        try:
+            return self._heard.recv(100)
+        except (TimeoutError, BlockingIOError):
+            return b""
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
