@@ -224,7 +224,7 @@ clean: ## remove what was built
 # they run beside the Python tests, and what they say comes last. Python tests wait for each other's processes as much
 # as they compute: two more of them than there are cores. What they import is compiled once before, or each process
 # would do it.
-PROCESSES := $(shell echo $$(($$(nproc) + 2)))
+PROCESSES  = $$(($$(nproc) + 2))
 PYTEST     = $(VENV)/pytest -c $(CONFIG) --rootdir .
 SQL_TESTS  = .venv/installcheck
 .PHONY: suite
@@ -268,7 +268,7 @@ DELTAS = $(wildcard sql/upgrade/[0-9]*--*.sql)
 $(UPGRADES): sql/$(EXTENSION)--%--$(EXTVERSION).sql: sql/upgrade/$(EXTENSION)--%.sql pgqueue.control Makefile \
         sql/upgrade/begin.sql $(DELTAS) $(TABLES) $(FUNCTIONS) sql/upgrade/end.sql
 	@before=$$(grep -oE 'create (or replace )?(function|procedure|view) $(EXTENSION)\.\w+' $< | \
-	    sed 's/.*\.//' | paste -sd,); \
+	    sed 's/.*\.//' | paste -sd, -); \
 	changes=$$(printf '%s\n' $(DELTAS) | sort -V | sed -n '/\/$*--/,$$p'); \
 	[ "$$changes" ] || { echo "there is no sql/upgrade/$*--*.sql: what changed in the tables?" >&2; exit 1; }; \
 	{ \

@@ -5,6 +5,8 @@
 set -eu
 
 fail() { echo "make release: $*" >&2; exit 1; }
+# sed -i is not the same everywhere.
+edit() { sed -E "$1" "$2" >"$2.new" && cat "$2.new" >"$2" && rm "$2.new"; }
 
 version=$1
 cd "$(dirname "$0")/.."
@@ -24,12 +26,14 @@ elif [ "$was" != "$version" ]; then
         git mv "$delta" "${delta%--*}--$version.sql"
     done
 fi
-sed -i "s/^default_version = .*/default_version = '$version'/" pgqueue.control
+edit "s/^default_version = .*/default_version = '$version'/" pgqueue.control
 # Not the version of the specification, in between.
-sed -i "/^\( \{4\}\| \{12\}\)\"version\"/s/\"$old\"/\"$version\"/" META.json
-sed -i "/^version = /s/\"$old\"/\"$version\"/" python/pyproject.toml
-sed -i "s/\(pgqueue[ -]*\|This is \|^| to \|[0-9]--\)$old\>/\1$version/" README.md docs/*.md
-sed -i "s/^## Unreleased$/## $version, $(date -u +%F)/" CHANGELOG.md
+edit "/^( {4}| {12})\"version\"/s/\"$old\"/\"$version\"/" META.json
+edit "/^version = /s/\"$old\"/\"$version\"/" python/pyproject.toml
+for page in README.md docs/*.md; do
+    edit "s/(pgqueue[ -]*|This is |^\| to |[0-9]--)$old([^0-9]|\$)/\1$version\2/" "$page"
+done
+edit "s/^## Unreleased\$/## $version, $(date -u +%F)/" CHANGELOG.md
 make -s freeze
 git add sql/upgrade
 git commit -qam "Release $version"
