@@ -368,9 +368,12 @@ def run(command: list[str], *, fast: bool, keep: bool) -> int:
                 child.terminate()
             child.wait()
             if keep:
+                left = " and ".join(
+                    sorted({str(cluster.home), str(cluster.data.parent)})
+                )
                 print(
                     f"kept: psql -h {cluster.home} -p {cluster.port} -U postgres\n"
-                    f"stop: kill {cluster.pid}, then remove {cluster.home}"
+                    f"stop: kill {cluster.pid}, then remove {left}"
                 )
     except (ClusterError, OSError, subprocess.SubprocessError) as error:
         if not received:
