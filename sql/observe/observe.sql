@@ -633,7 +633,11 @@ comment on view pgqueue.batch_jobs is
 'The jobs of batches, but for those that completed or were cancelled. Ask for
 those of one batch_id: they are found by their ids.
 batch_id: The batch.
-state: As in jobs, or dead.';
+id: The job.
+queue: The queue of the job.
+kind: The kind of the job.
+state: As in jobs, or dead.
+attempt: Attempts begun.';
 
 create or replace view pgqueue.dependencies as
 select d.job_id, d.waiter_id, d.runs_if_dead

@@ -54,7 +54,8 @@ $$;
 comment on function pgqueue.cancel(bigint, text) is
 'Stops a job; it never runs again. Returns cancelled for a waiting job, which is
 deleted at once, or cancelling for a running one: its worker learns of it from a
-notification or its next heartbeat, and if dead, the job ends with its lease.
+notification or at its next heartbeat; if the worker is dead, the job ends with
+its lease.
 Raises PQ001 (no such job).';
 
 -- For a dry run: reports in NOTICEs how often each error occurs, for the 20 most frequent ones.
