@@ -152,7 +152,9 @@ def refuse(constant: str) -> None:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pgqueue", description=__doc__)
     parser.add_argument(
-        "--dsn", action="append", help="else PGQUEUE_DSN, DATABASE_URL, libpq's own"
+        "--dsn",
+        action="append",
+        help="the database; else PGQUEUE_DSN, DATABASE_URL, libpq's variables",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (arguments, help) in COMMANDS.items():

@@ -5,10 +5,12 @@
 -- A producer calls enqueue() in its own transaction and a row appears in job. From
 -- run_at on the job is ready. A worker calls claim(): the row gets a token, a lease
 -- and one more attempt, and runs. While it works it calls extend(), its heartbeat.
--- It ends the attempt with one of three functions: complete() removes the row, fail()
+-- It ends the attempt with one of four functions: complete() removes the row, fail()
 -- sends it back with a later run_at or, when its attempts are used up, to dead_job,
--- and release() gives it back uncounted. A worker that dies calls nothing: its lease
--- expires, and the next claim() or reap() ends the attempt in its place.
+-- release() gives it back uncounted, and so does suspend(), which makes it wait for an
+-- event, a moment or other jobs. finish() does any of these for many jobs. A worker that
+-- dies calls nothing: its lease expires, and the next claim() or reap() ends the attempt
+-- in its place.
 --
 -- Only (id, token) can end or extend an attempt. The token comes from a sequence, so
 -- a worker that slept past its lease holds a number that will never be right again.
