@@ -170,6 +170,11 @@ def test_the_settings_are_the_arguments_of_configure(db):
     ]  # fmt: skip
 
 
+def test_the_checks_of_health_are_those_of_the_list(db):
+    rows = documents.table(SECTIONS["Health"], "check", "warning")
+    assert sorted(names(rows)) == sorted(column(db, "select name from pgqueue.checks"))
+
+
 def listed(db: psycopg.Connection) -> list:
     with db.cursor(row_factory=namedtuple_row) as cursor:
         cursor.execute("select * from pgqueue._setting where name <> 'paused'")
