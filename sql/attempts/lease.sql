@@ -115,8 +115,8 @@ end;
 $$;
 
 comment on function pgqueue.extend(bigint[], bigint[], interval) is
-'The heartbeat: extends leases for another lease from now (without one: for the
-default, but never shorter than before), and says for each job whether it is
+'The heartbeat: from now on the leases last for lease or, if that is null, for
+that of the queue, which never shortens them. Says for each job whether it is
 held, cancelled (stop working, then call fail or release) or lost (stop
 working, report nothing). A lease that has expired but that nobody has
 recovered is held again. This never waits: a job that an open transaction has
