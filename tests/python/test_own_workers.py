@@ -267,7 +267,14 @@ def test_the_worker_of_node_runs_jobs_side_by_side_and_ends_each_by_its_outcome(
 
 @needs_node
 def test_the_worker_of_node_survives_whatever_a_handler_throws(db, node, here):
-    thrown = ("null", "undefined", "Symbol('odd')", r"new Error('zero \0 byte')")
+    thrown = (
+        "null",
+        "undefined",
+        "Symbol('odd')",
+        r"new Error('zero \0 byte')",
+        "({ message: 'plain' })",
+        "Object.create(null)",
+    )
     throws = "".join(f"k{n}: () => {{ throw {t}; }}," for n, t in enumerate(thrown))
     with_them = NODE.text.replace("const HANDLERS = {", "const HANDLERS = {" + throws)
     (here / "worker.mjs").write_text(with_them)
@@ -276,7 +283,14 @@ def test_the_worker_of_node_survives_whatever_a_handler_throws(db, node, here):
         pgqueue.enqueue(db, "a", kind=f"k{n}")
     worker = node("a")
     wait_until(lambda: has_ended(db, len(thrown))() or worker.poll() is not None)
-    errors = ["null", "undefined", "Symbol(odd)", "Error: zero  byte"]
+    errors = [
+        "null",
+        "undefined",
+        "Symbol(odd)",
+        "Error: zero  byte",
+        "{ message: 'plain' }",
+        "[Object: null prototype] {}",
+    ]
     assert outcomes(db, "a") == [("dead", None, error) for error in errors]
 
 
