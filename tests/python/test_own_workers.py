@@ -171,6 +171,21 @@ def test_a_worker_of_psycopg_that_is_stopped_finishes_one_job_and_gives_back_the
     ]
 
 
+def test_a_worker_of_psycopg_without_its_heartbeat_ends_with_an_error(db, work):
+    for _ in range(2):
+        pgqueue.enqueue(db, "a", 3, kind="sleep")
+    worker = work("a")
+    wait_until(is_running(db, 2))
+    end = """
+        select pg_terminate_backend(pid) from pg_stat_activity
+        where datname = current_database() and query like '%pgqueue.extend%' and pid <> pg_backend_pid()
+    """
+    wait_until(lambda: column(db, end) == [True])
+    assert worker.wait(20) == 1
+    assert outcomes(db, "a") == [("completed", None, None)]
+    assert column(db, "select state from pgqueue.jobs") == ["ready"]
+
+
 def test_a_worker_of_psycopg_does_not_begin_what_was_cancelled(db, work):
     for seconds in (3, 1000):
         last = pgqueue.enqueue(db, "a", seconds, kind="sleep")
