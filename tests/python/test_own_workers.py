@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import documents
@@ -331,6 +332,34 @@ def test_the_worker_of_node_ends_with_an_error_when_it_loses_the_server(db, node
         where application_name like 'pgqueue %' and datname = current_database()
     """)
     assert worker.wait(20) == 1
+
+
+@needs_node
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_the_worker_of_node_ends_when_the_server_stops_answering(
+    db, node, here, is_busy
+):
+    impatient = NODE.text.replace("TIMEOUT = 30_000;", "TIMEOUT = 1_000;")
+    (here / "worker.mjs").write_text(impatient)
+    worker = node("a")
+    wait_until(lambda: is_resting(db))
+    # Idle, it claims when the job is due; busy, it has a heartbeat.
+    due = None if is_busy else datetime.now(UTC) + timedelta(seconds=3)
+    pgqueue.enqueue(db, "a", 1000, kind="sleep", run_at=due)
+    if is_busy:
+        wait_until(is_running(db, 1))
+    theirs = """
+        select pid from pg_stat_activity
+        where application_name like 'pgqueue %' and datname = current_database()
+    """
+    sessions = column(db, theirs)
+    try:
+        for pid in sessions:
+            os.kill(pid, signal.SIGSTOP)
+        assert worker.wait(20) == 1
+    finally:
+        for pid in sessions:
+            os.kill(pid, signal.SIGCONT)
 
 
 @needs_node
