@@ -312,9 +312,9 @@ $(PLAIN): %.plain.sql: %.sql sql/upgrade/plain.sql
 	done
 	@mv $@.new $@
 
-# For the worker in Node, which is not tested where npm is not there.
+# For the worker and the clients in Node, which are not tested where npm is not there.
 .venv/node: Makefile | .venv/bin/python
-	@! command -v npm >/dev/null || npm install --silent --prefix $@ pg@8.23.1
+	@! command -v npm >/dev/null || npm install --silent --prefix $@ pg@8.23.1 postgres@3.4.9
 	@mkdir -p $@ && touch $@
 
 # The wheel that contains a Postgres is large: only if there is no other.
