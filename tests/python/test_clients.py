@@ -7,11 +7,14 @@ import subprocess
 
 import asyncpg
 import documents
+import pgqueue
+import pgqueue.install
 import psycopg2
 import pytest
 import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from conftest import column, one
 from sqlalchemy.dialects.postgresql import JSONB
 
@@ -63,6 +66,22 @@ def test_func_of_sqlalchemy_needs_the_type_of_the_payload(db, engine):
         text = sqlalchemy.text("select pgqueue.enqueue(:queue, :payload)")
         conn.execute(text, {"queue": "emails", "payload": json.dumps(PAYLOADS[3])})
     assert payloads(db) == list(PAYLOADS)
+
+
+def test_the_plain_script_runs_in_a_migration_with_psycopg_2(db):
+    call = "op.get_bind().execution_options(no_parameters=True).exec_driver_sql(script)"
+    assert f"`{call}`" in documents.text("docs/fastapi.md")
+    db.execute("drop extension pgqueue")
+    script = pgqueue.install.script()
+    engine = sqlalchemy.create_engine("postgresql+psycopg2://")
+    with engine.begin() as conn:
+        op = Operations(MigrationContext.configure(conn))
+        with pytest.raises(sqlalchemy.exc.StatementError, match="bind parameter"):
+            op.execute(script)
+        eval(call, {"op": op, "script": script})
+    engine.dispose()
+    job = pgqueue.enqueue(db, "q")
+    assert column(db, "select id from pgqueue.claim('q', 'w')") == [job]
 
 
 def test_asyncpg_passes_json_as_text(db):
