@@ -153,6 +153,15 @@ def test_a_job_whose_worker_of_psycopg_is_killed_is_run_by_another(db, work):
     assert second.poll() is None
 
 
+def test_a_worker_of_psycopg_that_is_killed_has_reported_what_has_ended(db, work):
+    for seconds in (0, 0, 1000):
+        last = pgqueue.enqueue(db, "a", seconds, kind="sleep")
+    worker = work("a")
+    wait_until(lambda: column(db, "select id from pgqueue.running") == [last])
+    worker.kill()
+    assert outcomes(db, "a") == [("completed", None, None)] * 2
+
+
 def test_a_worker_of_psycopg_that_is_stopped_finishes_one_job_and_gives_back_the_rest(
     db, work
 ):
