@@ -173,20 +173,32 @@ create or replace function pgqueue._named_queues(queue text default '')
     language sql
     stable
 as $$
-    select q.name from pgqueue.queue as q where _named_queues.queue in ('', q.name)
+    select q.name from pgqueue.queue as q where _named_queues.queue = ''
     union
     select '' from pgqueue.access as a where _named_queues.queue = '' and a.queue <> ''
+    union
+    -- Its own row by the primary key, and then any of a kind or group.
+    select q.name from pgqueue.queue as q where q.name = nullif(_named_queues.queue, '') and q.kind = '' and q.group_key = ''
+    union
+    (
+        select q.name
+        from pgqueue.queue as q
+        where q.name = nullif(_named_queues.queue, '') and (q.kind <> '' or q.group_key <> '')
+        limit 1
+    )
 $$;
 
 -- Works out again what is in force, after a change for a queue, or (an empty name) for all.
 create or replace function pgqueue._resolve(queue text)
     returns void
     language plpgsql
+    -- So that one queue is found by an index.
+    set plan_cache_mode = force_custom_plan
     set enable_seqscan = off
 as $$
 begin
     delete from pgqueue.queue_in_force as f
-    where _resolve.queue in ('', f.queue) and (
+    where f.queue = coalesce(nullif(_resolve.queue, ''), f.queue) and (
         f is distinct from pgqueue._resolved(f.queue)
         or f.queue not in (select n.name from pgqueue._named_queues(_resolve.queue) as n)
     );
@@ -197,7 +209,7 @@ begin
     where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name);
     perform pgqueue._mark(pgqueue._settings_bits(f.queue))
     from pgqueue.queue_in_force as f
-    where _resolve.queue in ('', f.queue);
+    where f.queue = coalesce(nullif(_resolve.queue, ''), f.queue);
 end;
 $$;
 

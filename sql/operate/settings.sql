@@ -231,13 +231,17 @@ $do$;
 create or replace function pgqueue._set_paused(queue text, kind text, group_key text, paused boolean)
     returns void
     language plpgsql
+    -- So that whatever is not null is found by an index, and the first job of a queue without reading the others.
+    set plan_cache_mode = force_custom_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
 as $$
 declare
     scope text[] := array[coalesce(queue, ''), coalesce(kind, ''), coalesce(group_key, '')];
     written tid[];
 begin
     if _set_paused.queue is not null
-        and not exists (select from pgqueue.queue as q where q.name = _set_paused.queue)
+        and not exists (select from pgqueue.queue_in_force as f where f.queue = _set_paused.queue collate "default")
         and not exists (
             select from pgqueue.job as j
             where hashtext(j.queue) = hashtext(_set_paused.queue) and j.queue = _set_paused.queue
@@ -247,20 +251,22 @@ begin
             message = format('queue "%s" has neither jobs nor settings', _set_paused.queue),
             hint = 'Is the name right? select queue from pgqueue.queues lists existing queues.';
     end if;
-    perform pgqueue._set(queue, kind, group_key, jsonb_build_object('paused', _set_paused.paused), false);
+    -- "Not paused" means something only while a wider scope is paused.
+    perform pgqueue._set(queue, kind, group_key, jsonb_build_object('paused', case
+        when _set_paused.paused or exists (
+            select from pgqueue.queue as wider
+            where wider.paused and wider.name in ('', scope[1]) and wider.kind in ('', scope[2])
+                and wider.group_key in ('', scope[3]) and scope <> array[wider.name, wider.kind, wider.group_key]
+        ) then _set_paused.paused
+    end), false);
     with cleared as (
         update pgqueue.queue as q
         set paused = null
-        where q.paused is not null and (
-            scope[1] in ('', q.name) and scope[2] in ('', q.kind) and scope[3] in ('', q.group_key)
-                and scope <> array[q.name, q.kind, q.group_key]
-            -- "Not paused" means something only while a wider scope is paused.
-            or not q.paused and not exists (
-                select from pgqueue.queue as wider
-                where wider.paused and wider.name in ('', q.name) and wider.kind in ('', q.kind)
-                    and wider.group_key in ('', q.group_key)
-            )
-        )
+        where q.name = coalesce(_set_paused.queue, q.name) and q.kind = coalesce(_set_paused.kind, q.kind)
+            and q.group_key = coalesce(_set_paused.group_key, q.group_key) and q.paused is not null
+            and scope <> array[q.name, q.kind, q.group_key]
+            -- What is narrower than a queue has a kind or a group, and so an index.
+            and (_set_paused.queue is null or q.kind <> '' or q.group_key <> '')
         returning q.ctid
     )
     select array_agg(c.ctid) into written from cleared as c;

@@ -1280,6 +1280,23 @@ def test_a_setting_for_all_reads_each_queue_with_settings_once(db):
     assert costs[1] <= 2 * 10 * costs[0], costs
 
 
+@pytest.mark.parametrize("call", ["pause('q', group_key => 'g 1')", "resume('q 1')"])
+def test_a_pause_reads_only_what_it_may_change(db, call):
+    """Of ten thousand pauses one after the other, each used to read all the settings there were."""
+    costs = []
+    for rows in (200, 20_000):
+        db.execute(
+            "insert into pgqueue.queue (name, group_key, paused)"
+            " select n.name, n.group_key, true from generate_series(1, %s) as i"
+            " cross join lateral (values ('q', 'g ' || i), ('q ' || i, '')) as n (name, group_key)"
+            " on conflict do nothing",
+            (rows // 2,),
+        )
+        db.execute("select pgqueue._resolve('')")
+        costs.append([pages(db, f"select pgqueue.{call}") for _ in range(3)][2])
+    assert costs[1] <= 2 * costs[0], costs
+
+
 def test_of_many_sessions_that_maintain_one_reads_a_long_table_of_jobs(connect, db):
     """It was each of them, once a minute."""
     maintain = "select * from pgqueue.maintain()"
