@@ -133,7 +133,7 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
         (text,) = row or ("",)
         if args.json:
             say_json(samples(text))
-        else:
+        elif sys.stdout:  # None if it is closed
             sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the terminal has
     elif args.command == "status":
         status(conn, args.json, args.of)

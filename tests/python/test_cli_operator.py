@@ -393,6 +393,17 @@ def test_a_closed_pipe_ends_a_command_without_a_traceback(db, dsn, unbuffered) -
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.parametrize("command", ["metrics", "status", "health"])
+def test_a_command_runs_though_its_output_was_closed(db, dsn, command) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "pgqueue", command],
+        env={**os.environ, "PYTHONPATH": PATH, "PGQUEUE_DSN": dsn},
+        stderr=subprocess.PIPE,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_top_shows_the_running_jobs_as_often_as_asked(run, db) -> None:
     pgqueue.enqueue(db, "emails", kind="welcome")
     db.execute("select from pgqueue.claim('emails', 'me')")
