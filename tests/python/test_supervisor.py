@@ -138,7 +138,9 @@ def test_a_worker_starts_where_its_folder_has_been_deleted(db, workers) -> None:
     """As a supervisor restarts its children after a deployment has."""
     pgqueue.enqueue(db, QUEUE, kind="mark")
     leave = ("sh", "-c", 'mkdir gone; cd gone; rmdir ../gone; exec "$@"', "sh")
-    assert workers.start("--burst", prefix=leave).wait(30) == 0
+    args = "--burst", "--health-file", "alive"
+    assert workers.start(*args, prefix=leave).wait(30) == 0
+    assert "cannot touch the health file" in workers.log()
     assert one(db, "select outcome from pgqueue.run") == "completed"
 
 

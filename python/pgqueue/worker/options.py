@@ -153,7 +153,9 @@ def shares(text: str) -> dict[str, Share]:
 
 def file(text: str) -> str:
     """Make a path absolute: a handler may change the directory."""
-    return text and os.path.abspath(text)
+    with contextlib.suppress(FileNotFoundError):  # a deployment has deleted it
+        return text and os.path.abspath(text)
+    return text
 
 
 def seconds(text: str) -> float:
