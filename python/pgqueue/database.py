@@ -58,16 +58,17 @@ OUTAGES = ("08", "40", "53", "57", "58", "XX", "25006", "25P03", "25P04", "55P03
 
 
 # libpq passes on the message of a refused connection, but not its SQLSTATE: 3D000, 28xxx or 42501.
-# In another language it counts as an outage.
+# In another language it counts as an outage. The last line is what libpq itself refuses.
 REFUSED = re.compile(
     r'FATAL: +(?:(?:database|role) ".*" does not exist|no such database|no pg_hba\.conf entry'
     r"|pg_hba\.conf rejects|.*authentication failed|role .* is not permitted to log in"
-    r"|permission denied for database)"
+    r"|permission denied for database|invalid value for parameter|unrecognized configuration)"
+    r"|^(?:connection is bad: )?(?:invalid .*(?:value|port number)|could not match \d|definition of)"
 )
 
 
 def is_refused(error: psycopg.Error) -> bool:
-    """Whether the server is up, but refuses the database, the role or the password."""
+    """Whether the server is up, but refuses the database, role or password, or an option is wrong."""
     return error.sqlstate is None and REFUSED.search(str(error)) is not None
 
 

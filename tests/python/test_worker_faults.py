@@ -513,6 +513,24 @@ def test_a_database_that_refuses_the_worker_at_its_start_ends_it(
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PGSSLMODE", "bogus"),
+        ("PGPORT", "bogus"),
+        ("PGTARGETSESSIONATTRS", "bogus"),
+        ("PGOPTIONS", "-c work_mem=bogus"),
+        ("PGOPTIONS", "-c bogus=1"),
+    ],
+)
+def test_a_variable_that_libpq_or_the_server_refuses_ends_a_worker_at_its_start(
+    db, workers, name, value
+) -> None:
+    worker = workers.start(dsn=f"dbname={db.info.dbname}", env={name: value})
+    assert worker.wait(30) == 1
+    assert re.search('has failed: .*"bogus"', workers.log())
+
+
+@pytest.mark.parametrize(
     ("lacks", "said"),
     [
         ("alter role {} nologin", "is not permitted to log in"),
