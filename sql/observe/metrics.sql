@@ -45,6 +45,7 @@ begin
                 ('dead_jobs', 'Dead jobs.', 'sum', q.dead::numeric),
                 ('is_estimate', '1 if any of these numbers is an estimate.', 'max', q.is_estimate::int),
                 ('paused', '1 if claims get nothing.', 'none', q.paused::int),
+                ('pauses', 'Kinds and groups that are paused.', 'none', q.pauses),
                 ('workers', 'Workers that hold a job, or ended one in 5 minutes.', 'none', q.workers),
                 ('parked', 'Sessions that sleep until notified of a job.', 'none', q.parked),
                 ('oldest_wait_seconds', 'How long the oldest ready job has been due.', 'max',

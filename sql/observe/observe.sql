@@ -132,6 +132,14 @@ with counted as materialized (
     where l.locktype = 'advisory' and l.classid = 7366514 and l.objsubid = 2 and l.mode = 'ShareLock' and l.granted
         and l.database = (select d.oid from pg_database as d where d.datname = current_database())
     group by s.queue
+), narrower as (
+    -- A pause or resume in a queue takes the place of a pause in all queues.
+    select q.name as queue, count(*) filter (where q.paused) - count(a.name) as pauses
+    from pgqueue.queue as q
+    left join pgqueue.queue as a
+        on a.name = '' and a.kind = q.kind and a.group_key = q.group_key and a.paused and q.name <> ''
+    where q.paused is not null and (q.kind <> '' or q.group_key <> '')
+    group by q.name
 )
 select
     k.queue,
@@ -165,7 +173,8 @@ select
     round(coalesce(r.done, 0) / 3600.0, 3) as rate_1h,
     round(r.failed_1m::numeric / nullif(r.done_1m + r.failed_1m, 0), 3) as failure_rate_1m,
     round(r.failed_5m::numeric / nullif(r.done_5m + r.failed_5m, 0), 3) as failure_rate_5m,
-    round(r.failed::numeric / nullif(r.done + r.failed, 0), 3) as failure_rate_1h
+    round(r.failed::numeric / nullif(r.done + r.failed, 0), 3) as failure_rate_1h,
+    coalesce(n.pauses, 0) + coalesce(a.pauses, 0) as pauses
 from (
     select c.queue from counted as c
     union
@@ -182,6 +191,8 @@ left join buried as d on d.queue = k.queue
 left join recent as r on r.queue = k.queue
 cross join (select coalesce(bool_or(r.misses_some), false) as misses_some from recent as r) as e
 left join parked as p on p.queue = k.queue
+left join narrower as n on n.queue = k.queue
+left join narrower as a on a.queue = ''
 left join pgqueue.queue as own on own.name = k.queue and own.kind = '' and own.group_key = ''
 left join pgqueue.queue as shared on shared.name = '' and shared.kind = '' and shared.group_key = '';
 
@@ -204,8 +215,7 @@ is_estimate: Whether any number of this row is an estimate.
 oldest_wait: How long the oldest ready job has been due; null if none is. Alert
 on this.
 p99_wait: The wait that 1 % of the ready jobs exceed.
-paused: Whether claims get nothing, except kinds or groups that were resumed;
-what is paused by kind or group is in the view settings.
+paused: Whether claims get nothing, except kinds or groups that were resumed.
 workers: Workers that hold one of its jobs, or held one that ended in the last 5
 minutes.
 parked: Sessions that sleep until notified of its jobs.
@@ -222,7 +232,9 @@ rate_1h: The same over an hour.
 failure_rate_1m: The fraction of attempts of the last minute that failed or
 expired, 0 to 1; null if none ended.
 failure_rate_5m: The same over five minutes.
-failure_rate_1h: The same over an hour.';
+failure_rate_1h: The same over an hour.
+pauses: How many of its kinds and groups are paused; the view settings says
+which.';
 
 create or replace view pgqueue.running as
 select

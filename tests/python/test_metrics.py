@@ -47,6 +47,8 @@ update pgqueue.schedule set next_slot = now() - interval '10 minutes';
 select pgqueue.schedule('at rest', 'seldom', every => '1 hour');
 select pgqueue.pause_schedule('at rest');
 select pgqueue.pause('other');
+select pgqueue.pause('other', 'k');
+select pgqueue.pause('other', group_key => 'g');
 select pgqueue.enqueue('other', unique_key => 'k', unique_for => '1 hour')
 """
 
@@ -380,6 +382,7 @@ QUIET = {
     "dead_total": "90x240",
     "is_estimate": "0x240",
     "paused": "0x240",
+    "pauses": "0x240",
     "workers": "1x240",
     "parked": "0x240",
     "jobs{state='ready'}": "5x240",
@@ -392,6 +395,13 @@ ALARMS = [
     (WAITS, {"JobsWait", "JobForgotten"}),
     (WAITS | {"paused": "1x240", "workers": "0x240"}, set()),
     ({"paused": "1x240", "oldest_wait_seconds": "90000x240"}, {"JobForgotten"}),
+    # What waits may be of a paused kind.
+    (WAITS | {"pauses": "1x240"}, set()),
+    (
+        WAITS | {"pauses": "1x240", "p99_wait_last_hour_seconds": "600x240"},
+        {"JobsWait", "JobsWaited"},
+    ),
+    ({"pauses": "1x240", "oldest_wait_seconds": "90000x240"}, {"JobForgotten"}),
     ({"workers": "0x240"}, {"NoWorker"}),
     # From the 230th minute on: 20 more; a few more of many; redriven, and dead again.
     ({"dead_jobs": "50x229 70x10"}, {"DeadJobsGrow"}),

@@ -362,6 +362,7 @@ class Truth:
                 "dead": count(self.dead, lambda job, name=name: job["queue"] == name),
                 "is_estimate": False,
                 "paused": False,
+                "pauses": 0,
                 "parked": 0,
                 "p50_wait_last_hour": percentile(waits, 0.5),
                 "p99_wait_last_hour": percentile(waits, 0.99),
@@ -682,12 +683,21 @@ def test_the_settings_in_force_are_the_narrowest_that_were_said(db, rng) -> None
                 "jsonb_each_text(to_jsonb(pgqueue._defaults())) as d on d.key = s.name"
             ).fetchall()
         )
-        true = in_force(say(db, rng), defaults)
+        given = say(db, rng)
+        true = in_force(given, defaults)
         said = {
             (row["queue"], row["kind"], row["group_key"], row["setting"]): row
             for row in rows(db, "select * from pgqueue.settings")
         }
         assert not differences(said, true)
+        for queue, pauses in db.execute("select queue, pauses from pgqueue.queues"):
+            narrower = {
+                scope[1:]: settings["paused"]
+                for whose in (None, queue)
+                for scope, settings in given.items()
+                if scope[0] == whose and any(scope[1:]) and "paused" in settings
+            }
+            assert pauses == list(narrower.values()).count("true"), queue
         # So do the functions.
         query = """
             select s.* from pgqueue.settings as s

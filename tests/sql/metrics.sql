@@ -28,7 +28,8 @@ select results_eq(
         ('is_estimate{queue="idle"} 0'), ('jobs{queue="idle",state="blocked"} 0'),
         ('jobs{queue="idle",state="expired"} 0'), ('jobs{queue="idle",state="ready"} 0'),
         ('jobs{queue="idle",state="running"} 0'), ('jobs{queue="idle",state="scheduled"} 0'),
-        ('parked{queue="idle"} 0'), ('paused{queue="idle"} 1'), ('rate_1h_per_second{queue="idle"} 0'),
+        ('parked{queue="idle"} 0'), ('paused{queue="idle"} 1'), ('pauses{queue="idle"} 0'),
+        ('rate_1h_per_second{queue="idle"} 0'),
         ('rate_1m_per_second{queue="idle"} 0'), ('rate_5m_per_second{queue="idle"} 0'),
         ('time_to_empty_seconds{queue="idle"} 0'), ('workers{queue="idle"} 0')
     ) as v (sample) $$,
