@@ -79,6 +79,7 @@ as $$
 declare
     -- Caps of kinds come first.
     are_of_queue boolean := (caps[1]).kind = '';
+    picked text[];
     wanted int[];
     locked record;
     given record;
@@ -89,8 +90,9 @@ begin
     if are_of_queue then
         wanted := array_fill(cardinality(picks), array[cardinality(caps)]);
     else
+        picked := array(select j.kind from pgqueue.job as j where j.ctid = any (picks));
         wanted := array(
-            select (select count(*) from pgqueue.job as j where j.ctid = any (picks) and c.kind in ('', j.kind))::int
+            select case when c.kind = '' then cardinality(picks) else cardinality(array_positions(picked, c.kind)) end
             from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
             order by c.nth
         );
@@ -116,7 +118,8 @@ begin
                 partition by c.nth order by pgqueue._aged(j.priority, j.run_at, moment, age_after) desc, j.run_at, j.id
             ) as nth
         from pgqueue.job as j
-        join unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth) on c.kind in ('', j.kind)
+        join unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+            on c.kind in ('', j.kind) and wanted[c.nth] > 0
         where j.ctid = any (picks)
     ), has as (
         select l.cap, l.tid, row_number() over (partition by l.cap) as nth

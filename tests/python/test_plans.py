@@ -560,6 +560,23 @@ def test_claims_that_are_cancelled_get_past_many_jobs_that_they_may_not_take(db,
     assert found == ["mine"], took
 
 
+def test_a_claim_under_many_caps_reads_no_job_once_for_each(db):
+    kinds = 400
+    fill(db, 3000)
+    db.execute("update pgqueue.job set kind = 'k' || id %% %s", (kinds,))
+    db.execute(
+        "insert into pgqueue.queue (name, kind, max_running)"
+        " select 'q', 'k' || n, 100 from generate_series(0, %s - 1) as n",
+        (kinds,),
+    )
+    db.execute("select pgqueue._resolve('q'), pgqueue._apply_caps('q', null)")
+    # The first ones create permits.
+    while one(db, "select count(*) from pgqueue.claim('q', 'w', 50)") < 50:
+        pass
+    few, many = (max(buffers(db, batch) for _ in range(3)) for batch in (1, 50))
+    assert many <= 3 * few, (few, many)
+
+
 def test_ten_thousand_running_jobs_are_not_walked_by_every_claim(db, usual):
     fill(db, 11_000)
     lease(db, 10_000)
