@@ -266,12 +266,30 @@ declare
     ] end);
     first bigint[];
     batch pgqueue.batch;
+    of_batch bigint[] := '{}'::bigint[];
+    last bigint;
+    span bigint := 4 * most;
 begin
     select coalesce((j.terms).after, '{}') into first
     from pgqueue.job as j
     where j.id = results_of.job_id and j.token = results_of.token and pgqueue._is_own(j.queue, pgqueue._own_queues('worker'));
     refused := pgqueue._refuse(case when not found then pgqueue._lost(results_of.job_id, results_of.token) end);
     select b.* into batch from pgqueue.batch as b where b.callback_id = results_of.job_id;
+    -- Those of the batch that the log still has. It is in the order of time, nearly that of the ids: a part of it for
+    -- each call, and not the whole.
+    last := greatest(batch.id, after_id);
+    while last < batch.callback_id and cardinality(of_batch) < most loop
+        of_batch := of_batch || array(
+            select distinct r.job_id
+            from pgqueue.run as r
+            where r.job_id > last and r.job_id <= last + span and r.job_id < batch.callback_id
+                and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
+            order by r.job_id
+            limit most
+        );
+        last := last + span;
+        span := 4 * span;
+    end loop;
     return query
     select r.*
     from pgqueue._results(array(
@@ -279,15 +297,7 @@ begin
         from (
             select unnest(first)
             union
-            -- Those of the batch that the log still has.
-            (
-                select distinct r.job_id
-                from pgqueue.run as r
-                where r.job_id > greatest(batch.id, after_id) and r.job_id < batch.callback_id
-                    and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
-                order by r.job_id
-                limit most
-            )
+            select unnest(of_batch)
         ) as u (id)
         where u.id > coalesce(after_id, 0)
         order by u.id

@@ -1231,6 +1231,36 @@ def test_a_job_that_has_ended_is_found_without_reading_all_runs(db):
         assert pages(db, f"select pgqueue.{verb}(100000)") < all_pages / 5
 
 
+def test_a_page_of_results_costs_as_much_in_a_long_batch_as_in_a_short_one(db):
+    """Each page used to read the log of the whole batch."""
+    costs = []
+    for jobs in (20_000, 200_000):
+        batch = one(db, "select pgqueue.create_batch('done')")
+        # As if these jobs had ended; of each five, one belongs to another batch.
+        db.execute(
+            "insert into pgqueue.run"
+            " (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, options)"
+            " select 0, 1, %(id)s + n, now(), '0', '0', 'q', 'q', 'completed',"
+            " jsonb_build_object('batch_id', case when n %% 5 = 0 then 0 else %(id)s end)"
+            " from generate_series(1, %(jobs)s) as n",
+            {"id": batch, "jobs": jobs},
+        )
+        db.execute(
+            "select setval('pgqueue.job_id_seq', %s::bigint)", (batch + jobs + 1,)
+        )
+        db.execute("vacuum pgqueue.run")  # which brings the index up to date
+        db.execute(
+            "select pgqueue.close_batch(%s), pgqueue._look_around(now(), 9)", (batch,)
+        )
+        lease = db.execute("select id, token from pgqueue.claim('done', 'w')")
+        id, token = lease.fetchone()
+        page = (
+            f"select * from pgqueue.results_of({id}, {token}, {batch + jobs // 3}, 100)"
+        )
+        costs.append([pages(db, page) for _ in range(2)][1])
+    assert costs[1] <= 1.5 * costs[0], costs
+
+
 def test_a_job_that_has_ended_is_found_though_others_were_put_off_for_a_day(db):
     """The index by id then points to nearly all that was logged since a job was enqueued."""
     id = one(db, "select pgqueue.enqueue('q')")

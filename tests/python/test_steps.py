@@ -578,11 +578,16 @@ def test_steps_and_the_completion_of_a_transaction_are_one(db, connect):
 
 def test_the_callback_of_a_batch_gets_the_results_of_its_jobs_page_by_page(db):
     batch = one(db, "select pgqueue.create_batch('done')")
-    ids = column(
-        db,
-        "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[2500]), batch_id => %s)",
-        batch,
-    )
+    ids = []
+    for jobs in 1500, 1000:
+        ids += column(
+            db,
+            "select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[%s]), batch_id => %s)",
+            jobs,
+            batch,
+        )
+        # As if other jobs had been enqueued in between.
+        db.execute("select setval('pgqueue.job_id_seq', %s)", [ids[-1] + 50_000])
     db.execute("select pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[500]))")
     db.execute("select pgqueue.close_batch(%s)", [batch])
     db.execute(
