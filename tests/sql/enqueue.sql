@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(54);
+select plan(55);
 
 -- Defaults
 
@@ -81,6 +81,10 @@ select pgqueue.configure('small', max_payload_bytes => 100);
 select throws_ok(
     $$ select pgqueue.enqueue('small', to_jsonb(repeat('x', 200))) $$, '54000', null,
     'a payload above max_payload_bytes is refused'
+);
+select lives_ok(
+    $$ select pgqueue.enqueue('small', headers => jsonb_build_object('text', repeat('x', 200))) $$,
+    'headers may be larger'
 );
 select throws_ok(
     $$ select pgqueue.enqueue_many('small', array['1', to_jsonb(repeat('x', 200))]) $$, '54000', null,
