@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(24);
+select plan(25);
 
 -- Order
 
@@ -64,6 +64,9 @@ select is(
 );
 select is_empty(
     $$ select pgqueue.claim('kinds', 'w', 10, kinds => '{}') $$, 'a claim of no kinds returns no job'
+);
+select is(
+    (select array_agg(kind) from pgqueue.claim('kinds', 'w', 10, kinds => '{null,c}')), '{c}', 'a null is no kind'
 );
 select pgqueue.enqueue_many('tokens', (select array_agg('1'::jsonb) from generate_series(1, 50)));
 select is(
