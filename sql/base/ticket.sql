@@ -231,6 +231,9 @@ $$;
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
     language plpgsql
+    -- So that the tickets of a single group are found by an index.
+    set plan_cache_mode = force_custom_plan
+    set enable_seqscan = off
     set enable_tidscan = on
 as $$
 begin
@@ -239,17 +242,18 @@ begin
     where t.ctid = any (array(
         select b.ctid
         from pgqueue.ticket as b
-        where b.is_blocked and b.queue = coalesce(_unblock_groups.queue, b.queue)
-            and b.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
+        where b.is_blocked and pgqueue._is_ticket_of(
+            b, coalesce(_unblock_groups.queue, b.queue), coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
+        )
         for update skip locked
     ));
     -- Also those still blocked: they were locked above, but no longer are.
     insert into pgqueue.ticket (at, priority, queue, group_key)
     select distinct clock_timestamp(), t.priority, t.queue, t.group_key
     from pgqueue.ticket as t
-    where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
-        and t.queue = coalesce(_unblock_groups.queue, t.queue)
-        and t.group_key = coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key);
+    where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin)) and pgqueue._is_ticket_of(
+        t, coalesce(_unblock_groups.queue, t.queue), coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key)
+    );
     -- Positions may no longer be right, so forget all of them.
     perform setval(format('pgqueue._cell_%s', n)::regclass, 0) from generate_series(0, 30, 2) as n;
 end;

@@ -302,6 +302,21 @@ begin
 end;
 $$;
 
+-- Whether a group has a ticket, and so may have jobs.
+create or replace function pgqueue._has_ticket(queue text, group_key text)
+    returns boolean
+    language plpgsql
+    stable
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+as $$
+begin
+    return exists (
+        select from pgqueue.ticket as t where pgqueue._is_ticket_of(t, _has_ticket.queue, _has_ticket.group_key)
+    );
+end;
+$$;
+
 -- After a change of limits or rates of groups: counts running jobs, and makes claims look again at groups
 -- that could give no more jobs.
 create or replace function pgqueue._apply_limits(queue text, group_key text)
@@ -313,20 +328,23 @@ create or replace function pgqueue._apply_limits(queue text, group_key text)
 as $$
 declare
     moment timestamptz := clock_timestamp();
+    is_one boolean := coalesce(queue is not null and group_key <> '*', false);
     known record;
     settings pgqueue.queue_in_force;
     cap pgqueue._cap;
 begin
     for known in
+        select _apply_limits.queue, _apply_limits.group_key where is_one
+        union
         select distinct j.queue, j.group_key
         from pgqueue.job as j
-        where j.group_key is not null and (j.lease_expires_at is not null or j.xmax <> 0)
+        where not is_one and j.group_key is not null and (j.lease_expires_at is not null or j.xmax <> 0)
             and j.queue = coalesce(_apply_limits.queue, j.queue)
             and coalesce(_apply_limits.group_key, '*') in ('*', j.group_key)
         union
         select distinct p.queue, p.group_key
         from pgqueue.permit as p
-        where p.group_key <> '' and p.free_at > moment and p.queue = coalesce(_apply_limits.queue, p.queue)
+        where not is_one and p.group_key <> '' and p.free_at > moment and p.queue = coalesce(_apply_limits.queue, p.queue)
             and coalesce(_apply_limits.group_key, '*') in ('*', p.group_key)
     loop
         settings := pgqueue._in_force(known.queue, '', known.group_key);
@@ -342,9 +360,15 @@ begin
     end loop;
     -- Otherwise the first claim would find no permits.
     perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key), pgqueue._in_force(t.queue))
-    from pgqueue.ticket as t
-    where t.queue = coalesce(_apply_limits.queue, t.queue)
-        and coalesce(_apply_limits.group_key, '*') in ('*', t.group_key)
+    from (
+        select _apply_limits.queue, _apply_limits.group_key
+        where is_one and pgqueue._has_ticket(_apply_limits.queue, _apply_limits.group_key)
+        union all
+        select t.queue, t.group_key
+        from pgqueue.ticket as t
+        where not is_one and t.queue = coalesce(_apply_limits.queue, t.queue)
+            and coalesce(_apply_limits.group_key, '*') in ('*', t.group_key)
+    ) as t
     group by t.queue;
     perform pgqueue._unblock_groups(queue, group_key);
 end;
@@ -365,10 +389,9 @@ declare
     cap pgqueue._cap;
 begin
     for known_queue in
-        select distinct j.queue from pgqueue.job as j where j.queue = coalesce(_apply_caps.queue, j.queue)
+        select distinct j.queue from pgqueue.job as j where _apply_caps.queue is null
         union
-        select distinct p.queue from pgqueue.permit as p
-        where p.group_key = '' and p.queue = coalesce(_apply_caps.queue, p.queue)
+        select distinct p.queue from pgqueue.permit as p where _apply_caps.queue is null and p.group_key = ''
         union
         -- A queue gets its permits before it has jobs.
         select _apply_caps.queue where _apply_caps.queue is not null

@@ -504,6 +504,7 @@ $$;
 create or replace function pgqueue._count_running(queue text, cap pgqueue._cap)
     returns void
     language plpgsql
+    set enable_seqscan = off
 as $$
 declare
     ids bigint[] := array(

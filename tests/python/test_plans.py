@@ -1344,6 +1344,19 @@ def test_a_pause_reads_only_what_it_may_change(db, call):
     assert costs[1] <= 2 * costs[0], costs
 
 
+@pytest.mark.parametrize("call", ["resume('q'", "configure('q', group_limit => 2"])
+def test_a_setting_of_a_group_reads_nothing_of_the_others(db, call):
+    """Each used to read all tickets or, for a limit, all jobs."""
+    costs = []
+    for groups in (200, 20_000):
+        fill_groups(db, groups, 1)
+        db.execute("select from pgqueue.claim('q', 'w')")
+        query = f"select pgqueue.{call}, group_key => 'g7')"
+        # Some calls also plan.
+        costs.append(min(pages(db, query) for _ in range(5)))
+    assert costs[1] <= 2 * costs[0], costs
+
+
 def test_of_many_sessions_that_maintain_one_reads_a_long_table_of_jobs(connect, db):
     """It was each of them, once a minute."""
     maintain = "select * from pgqueue.maintain()"
