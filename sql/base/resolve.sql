@@ -14,7 +14,8 @@ begin
     end if;
     -- One session at a time. The error below releases the lock; setval is not rolled back.
     lock table pgqueue.queue_in_force in share update exclusive mode;
-    perform setval(mask, pg_sequence_last_value(mask) | bits);
+    -- Null if only the schema was restored.
+    perform setval(mask, coalesce(pg_sequence_last_value(mask), 0) | bits);
     raise sqlstate 'PQ003';
 exception when sqlstate 'PQ003' then
     null;

@@ -121,7 +121,7 @@ begin
     if awaited >> (hashtext(_begin_wait.queue) & 255) % 63 & 1 = 0 then
         perform pgqueue._mark(pgqueue._settings_bits(_begin_wait.queue), 'pgqueue.awaited_seq');
     end if;
-    if pg_sequence_last_value('pgqueue.used_seq') >= 0 then
+    if (pg_sequence_last_value('pgqueue.used_seq') < 0) is not true then
         perform pgqueue._look_from_now_on();
     end if;
     if _begin_wait.run_at is not null then
@@ -259,7 +259,7 @@ begin
     if not found then
         return false;
     end if;
-    if used >= 0 then
+    if (used < 0) is not true then
         perform pgqueue._look_from_now_on();
     end if;
     insert into pgqueue.loose_end (look_at, id, what) values (moment, hash, 'event');

@@ -332,6 +332,8 @@ create or replace function pgqueue._repair_settings()
     language plpgsql
 as $$
 begin
+    perform pgqueue._mark(0, m.mask)
+    from unnest('{pgqueue.used_seq,pgqueue.lanes_seq,pgqueue.awaited_seq}'::regclass[]) as m (mask);
     if exists (
         select from pgqueue._named_queues() as n
         where not exists (select from pgqueue.queue_in_force as f where f.queue = n.name)

@@ -434,6 +434,33 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert restored.execute(CATALOG).fetchall() == db.execute(CATALOG).fetchall()
 
 
+SET_UP = """
+select pgqueue.enqueue('days', '{}'), pgqueue.enqueue('urgent', priority => 5);
+select pgqueue.save_step(id, token, 'charge', '1'), pgqueue.suspend(id, token, 'paid') from pgqueue.claim('days', 'w');
+select pgqueue.pause('halted'), pgqueue.configure('capped', max_running => 1);
+select pgqueue.enqueue_many(q, array_fill('{}'::jsonb, array[2])) from unnest(array['halted', 'capped']) as q
+"""
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+def test_a_plain_install_restored_without_the_values_of_sequences_keeps_to_what_is_set(
+    plain_db, empty, tmp_path, has_rows
+):
+    """As it is made for a copy without the data, or for logical replication."""
+    if has_rows:
+        plain_db.execute(SET_UP)
+    left_out = "--exclude-table-data=pgqueue.*_seq" if has_rows else "--schema-only"
+    for step in dump_plain(plain_db.info.dbname, empty, tmp_path, left_out):
+        assert (step.returncode, step.stderr) == (0, ""), step.stderr
+    with psycopg.connect(dbname=empty, autocommit=True) as restored:
+        restored.execute("select pgqueue.maintain()" if has_rows else SET_UP)
+        assert one(restored, "select pgqueue.emit('paid')") is True
+        claim = "select queue from pgqueue.claim(%s, 'w', 9)"
+        assert column(restored, claim, "halted") == []
+        for queue in "capped", "urgent", "days":
+            assert column(restored, claim, queue) == [queue]
+
+
 def copy_of_database(source: str, target: str, folder: Path) -> list:
     return [client("dropdb", target), client("createdb", "-T", source, target)]
 
