@@ -43,6 +43,10 @@ declare
     change record;
 begin
     if is_granted then
+        -- PUBLIC may call them all once a plain install was restored without its rights.
+        if exists (select from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace and p.proacl is null) then
+            revoke all on all routines in schema pgqueue from public;
+        end if;
         execute format('grant usage on schema pgqueue to %I', role);
     end if;
     for change in

@@ -434,6 +434,38 @@ def test_a_restored_queue_has_every_row_and_reuses_no_id_or_token(
         assert restored.execute(CATALOG).fetchall() == db.execute(CATALOG).fetchall()
 
 
+MAY_CALL = """
+select p.oid::regprocedure::text from pg_proc as p
+where p.pronamespace = 'pgqueue'::regnamespace and has_function_privilege(%s, p.oid, 'execute')
+order by 1
+"""
+
+
+@pytest.fixture
+def reader():
+    """A role that is dropped after the databases in which it has rights."""
+    name = "pgqueue_reader"
+    with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+        admin.execute(f"drop role if exists {name}")
+        admin.execute(f"create role {name}")
+        yield name
+        admin.execute(f"drop role {name}")
+
+
+def test_a_plain_install_restored_without_rights_lets_nobody_do_more(
+    reader, plain_db, empty, tmp_path
+):
+    """As by pg_restore --no-acl, which many providers ask for: functions belong to PUBLIC then."""
+    grant = f"select pgqueue.grant_access('{reader}', 'reader')"
+    plain_db.execute(grant)
+    for step in dump_plain(plain_db.info.dbname, empty, tmp_path, "--no-acl"):
+        assert (step.returncode, step.stderr) == (0, ""), step.stderr
+    with psycopg.connect(dbname=empty, autocommit=True) as restored:
+        restored.execute(grant)
+        allowed = column(restored, MAY_CALL, reader)
+        assert allowed == column(plain_db, MAY_CALL, reader)
+
+
 SET_UP = """
 select pgqueue.enqueue('days', '{}'), pgqueue.enqueue('urgent', priority => 5);
 select pgqueue.save_step(id, token, 'charge', '1'), pgqueue.suspend(id, token, 'paid') from pgqueue.claim('days', 'w');
