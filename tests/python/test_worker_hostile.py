@@ -36,6 +36,32 @@ def running(worker: Worker) -> Iterator[threading.Thread]:
     assert not thread.is_alive()
 
 
+def test_an_error_that_the_encoding_of_the_database_lacks_is_kept(db, dsn) -> None:
+    """Also if only the worker's own mark for a long line is not in it."""
+    name = "pgqueue_latin"
+    db.execute(f"drop database if exists {name} with (force)")
+    db.execute(
+        f"create database {name} encoding 'LATIN1' locale 'C' template template0"
+    )
+    app = pgqueue.App()
+
+    @app.job("says", max_attempts=1)
+    def says(code: int) -> None:
+        raise ValueError(chr(code) * 5000)
+
+    there = psycopg.conninfo.make_conninfo(dsn, dbname=name)
+    with psycopg.connect(there, autocommit=True) as latin:
+        latin.execute("create extension pgqueue")
+        for code in ord("x"), 0x9375:
+            pgqueue.enqueue(latin, "q", {"code": code}, kind="says")
+        Worker(app, {"q": 1}, dsn=there, burst=True).run()
+        found = column(latin, "select error from pgqueue.dead_job order by id")
+    assert found[0].startswith("ValueError: xxx")
+    assert found[1].startswith("ValueError: \\u9375\\u9375")
+    assert all("in says" in error for error in found), "with the traceback"
+    db.execute(f"drop database {name} with (force)")
+
+
 def test_a_handler_that_cancels_tasks_that_have_not_begun_holds_no_slot_and_no_job(
     db, dsn
 ) -> None:

@@ -153,9 +153,18 @@ def fail(
     conn: database.Connection, attempt: Attempt, error: psycopg.Error
 ) -> dict[int, str]:
     """Fail an attempt whose own outcome is refused."""
-    name = attempt.outcome.name
-    text = f"{name} was refused: {str(error).strip()}"
-    attempt.outcome = Outcome(
-        "reject" if name == "reject" else "fail", text, error=error
-    )
+    name, text = attempt.outcome.name, attempt.outcome.text
+    is_failure = name in ("fail", "reject")
+    if (
+        is_failure
+        and text
+        and isinstance(error, psycopg.errors.UntranslatableCharacter)
+    ):
+        # The database's encoding lacks a character of it, such as the ellipsis of a long line.
+        attempt.outcome.text = text.encode("ascii", "backslashreplace").decode()
+    else:
+        text = f"{name} was refused: {str(error).strip()}"
+        attempt.outcome = Outcome(
+            "reject" if name == "reject" else "fail", text, error=error
+        )
     return protocol.finish(conn, [attempt])
