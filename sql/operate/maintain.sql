@@ -14,6 +14,7 @@ declare
         pgqueue._check_isolation(), pgqueue._check_ranges(max_jobs => max_jobs)
     ));
     moment timestamptz := clock_timestamp();
+    ahead timestamptz := moment + interval '1 minute';
     picks tid[];
 begin
     -- Reads the whole table: an index on the lease would have to be written by every claim
@@ -22,9 +23,18 @@ begin
         select j.ctid
         from pgqueue.job as j
         where coalesce(j.lease_expires_at, (j.terms).expires_at) <= moment
+            or j.claimed_at > ahead and j.lease_expires_at > j.claimed_at
         limit coalesce(reap.max_jobs, 1000)
         for update skip locked
     );
+    -- Again, because we may have waited for the table.
+    moment := clock_timestamp();
+    ahead := moment + interval '1 minute';
+    -- Claimed before the clock was set back: the lease begins anew, or that of a dead worker would last as long as it
+    -- takes the clock to get there again.
+    update pgqueue.job as j
+    set lease_expires_at = moment + (j.lease_expires_at - j.claimed_at), claimed_at = moment
+    where j.ctid = any (picks) and j.claimed_at > ahead and j.lease_expires_at > j.claimed_at;
     return pgqueue._expire(picks, moment);
 end;
 $$;
@@ -34,7 +44,8 @@ comment on function pgqueue.reap(int) is
 lease expired goes back to its place in its lane, or to dead_job if its attempts
 are used up; a job that has not begun by its expires_at is cancelled. Claims do
 this for what they come across in their own queue; any number of reaps may run
-at once.
+at once. If the clock has been set back by more than a minute, leases from
+before that begin anew.
 Raises 25001 outside READ COMMITTED, 22023 (bad argument).';
 
 -- Empties a table of the ring run, unless it is in use or holds runs that ended after its day; returns whether it

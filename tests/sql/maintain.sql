@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(18);
+select plan(20);
 
 -- Reap
 
@@ -32,6 +32,19 @@ select is(
 select is(
     (select count(*) from pgqueue.jobs where queue = 'storm' and state = 'ready'), 15::bigint,
     'reap makes the jobs that have attempts left ready'
+);
+
+-- The clock is set back: of one of two workers that claimed before, nobody has heard since
+
+select pgqueue.enqueue('ahead', kind => k) from unnest(array['held', 'lost']) as k;
+select count(*) from pgqueue.claim('ahead', 'w', 2, '10 minutes');
+update pgqueue.job set claimed_at = claimed_at + interval '40 days',
+    lease_expires_at = lease_expires_at + case kind when 'lost' then interval '40 days' else '0' end where queue = 'ahead';
+select is(pgqueue.reap(), 0, 'a lease from before the clock was set back is not ended at once');
+select results_eq(
+    $$ select kind, claimed_at < clock_timestamp(), lease_expires_at - claimed_at from pgqueue.job where queue = 'ahead' order by 1 $$,
+    $$ values ('held', false, '-39 days -23:50'::interval), ('lost', true, '10 minutes') $$,
+    'but begins anew, unless it was extended since'
 );
 
 -- The ring of runs
