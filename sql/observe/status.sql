@@ -51,7 +51,8 @@ begin
         greatest(moment, j.claimed_at),
         trim_scale(round(progress.done, 6)),
         nullif(trim_scale(round(progress.total, 6)), 0),
-        nullif(pgqueue._summary(progress.message), '')
+        -- Its beginning, because to trim a text takes eight times its size.
+        nullif(pgqueue._summary(left(progress.message, 8000)), '')
     )
     where j.ctid = any (array(
         select l.ctid

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(54);
+select plan(55);
 
 create temporary view awaiting as
 select l.objid::int as key, l.mode from pg_locks as l
@@ -41,6 +41,9 @@ select results_eq(
 );
 select pgqueue.progress(:id, :token, 1e-6, 1e18, repeat('long ', 1000));
 select is((select length(message) from pgqueue.running where id = :id), 500, 'of a long message 500 characters are kept');
+select lives_ok(
+    format($$ select pgqueue.progress(%s, %s, 1, 1e18, repeat('long ', 30000000)) $$, :id, :token), 'even of one of 150 MB'
+);
 select is((select time_left from pgqueue.running where id = :id), null, 'an absurd total breaks no view');
 select pgqueue.progress(:id, :token, 1, 1e-9);
 select is((select total from pgqueue.running where id = :id), null, 'nobody has to divide by a total of zero');
