@@ -225,11 +225,11 @@ as $$
 begin
     -- Only a claim that begins its transaction looks at once; another waits up to a second. The first statement
     -- starts as soon as it is planned, so its time is close to that of the transaction.
-    if pg_sequence_last_value('pgqueue._cell_due'::regclass) > pgqueue._since_2020(
+    if pg_sequence_last_value('pgqueue._cell_due'::regclass) - pgqueue._since_2020(
         moment - case when statement_timestamp() > now() + interval '200 microseconds'
             then interval '1 second' else interval '0'
         end
-    ) then
+    ) between 1 and 60000000 then
         return moment;
     end if;
     -- Few: a claim with a short statement_timeout would be cancelled each time, and nothing ever fired.

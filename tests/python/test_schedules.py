@@ -400,6 +400,19 @@ def test_a_clock_that_is_set_back_fires_no_slot_again(db, due):
     assert one(db, FIRE) == 0
 
 
+@pytest.mark.parametrize(
+    "cell",
+    ["alter sequence %s restart", "select setval('%s', 4e15::bigint)"],
+    ids=["restored", "set back"],
+)
+def test_a_claim_fires_what_is_due_on_a_server_that_has_not_looked_yet(db, cell):
+    """A dump does not have the cell that says when to look, and another clock may have written it."""
+    db.execute("select pgqueue.schedule('s', 'q', every => '1 hour')")
+    make_due(db, "s", "1 hour")
+    db.execute(cell % "pgqueue._cell_due")
+    assert column(db, "select kind from pgqueue.claim('q', 'w')") == ["q"]
+
+
 # The worker
 
 
