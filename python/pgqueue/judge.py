@@ -41,8 +41,11 @@ def completed(result: Any) -> Outcome:
     try:
         return Outcome("complete", _storable_json(result))
     except Exception as error:  # also what the result's own class raises
-        not_stored = to_json({"not_stored": summary(error)}, "")
-        return Outcome("complete", not_stored, error=error)
+        return Outcome("complete", not_stored(error), error=error)
+
+
+def not_stored(error: BaseException) -> str | None:
+    return to_json({"not_stored": summary(error)}, "")
 
 
 def _storable_json(result: Any) -> str:

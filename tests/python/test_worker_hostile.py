@@ -36,7 +36,9 @@ def running(worker: Worker) -> Iterator[threading.Thread]:
     assert not thread.is_alive()
 
 
-def test_an_error_that_the_encoding_of_the_database_lacks_is_kept(db, dsn) -> None:
+def test_what_the_encoding_of_the_database_lacks_costs_neither_error_nor_work(
+    db, dsn
+) -> None:
     """Also if only the worker's own mark for a long line is not in it."""
     name = "pgqueue_latin"
     db.execute(f"drop database if exists {name} with (force)")
@@ -49,12 +51,19 @@ def test_an_error_that_the_encoding_of_the_database_lacks_is_kept(db, dsn) -> No
     def says(code: int) -> None:
         raise ValueError(chr(code) * 5000)
 
+    @app.job("returns")
+    def returns() -> str:
+        return chr(0x9375)
+
     there = psycopg.conninfo.make_conninfo(dsn, dbname=name)
     with psycopg.connect(there, autocommit=True) as latin:
         latin.execute("create extension pgqueue")
         for code in ord("x"), 0x9375:
             pgqueue.enqueue(latin, "q", {"code": code}, kind="says")
+        pgqueue.enqueue(latin, "q", kind="returns")
         Worker(app, {"q": 1}, dsn=there, burst=True).run()
+        done = "select result ->> 'not_stored' from pgqueue.run where outcome = 'completed'"
+        assert "has no equivalent" in one(latin, done), "its work is done"
         found = column(latin, "select error from pgqueue.dead_job order by id")
     assert found[0].startswith("ValueError: xxx")
     assert found[1].startswith("ValueError: \\u9375\\u9375")

@@ -12,7 +12,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.attempt import LARGEST_RESULT, LOST, SUSPENDED, Attempt, Outcome
-from pgqueue.judge import summary
+from pgqueue.judge import not_stored, summary
 from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
@@ -46,8 +46,7 @@ class Finisher(Service):
     def put(self, attempt: Attempt) -> None:
         outcome = attempt.outcome
         if outcome.error is not None and outcome.name in ("complete", "none"):
-            reason = printable(summary(outcome.error))
-            log.warning("%s: its result is not stored: %s", attempt, reason)
+            warn(attempt, outcome.error)
         self._ended.put(attempt)
 
     def wake(self) -> None:
@@ -97,6 +96,9 @@ class Finisher(Service):
         is_again, self._is_unsure = self._is_unsure, True
         statuses: dict[int, str] = {}
         to_finish = [a for a in batch if a.outcome.name != "none"]
+        if conn.info.parameter_status("server_encoding") != "UTF8":
+            for attempt in to_finish:
+                check_result(conn, attempt)
         finish, refused = partial(protocol.finish, conn), partial(fail, conn)
         for found in protocol.one_by_one(finish, to_finish, refused):
             statuses |= found
@@ -147,6 +149,23 @@ class Finisher(Service):
         # Our formatters need not show the error again, which takes as long as the job.
         extra = {"trace": shown if level > logging.INFO else ""}
         log.log(level, "%s: %s%s", attempt, status, why, extra=extra, exc_info=error)
+
+
+def warn(attempt: Attempt, error: BaseException) -> None:
+    reason = printable(summary(error))
+    log.warning("%s: its result is not stored: %s", attempt, reason)
+
+
+def check_result(conn: database.Connection, attempt: Attempt) -> None:
+    """Replace a result that has a character which the database's encoding lacks: the work is done."""
+    text = attempt.outcome.text or ""
+    if attempt.outcome.name != "complete" or (text.isascii() and "\\u" not in text):
+        return
+    try:
+        conn.execute("select %s::pg_catalog.jsonb is null", (text,))
+    except psycopg.DataError as error:
+        warn(attempt, error)
+        attempt.outcome.text = not_stored(error)
 
 
 def fail(
