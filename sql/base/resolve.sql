@@ -133,7 +133,7 @@ begin
     );
     settings.has_pauses := exists (
         select from pgqueue.queue as q
-        where q.name in (_resolved.name, '') and q.paused is not null and (q.kind <> '' or q.group_key <> '')
+        where q.name in (_resolved.name, '') and num_nonnulls(q.paused) = 1 and (q.kind <> '' or q.group_key <> '')
     ) or exists (
         select from pgqueue.queue as q
         where q.name in (_resolved.name, '') and q.lease is not null and (q.kind <> '' or q.group_key <> '')
@@ -278,7 +278,7 @@ begin
                     select q.*
                     from pgqueue.queue as q
                     where q.name in ('', _paused_groups.queue) and left(q.group_key, 1) > ''
-                        and q.paused is not null and (q.kind <> '' or q.group_key <> '')
+                        and num_nonnulls(q.paused) = 1 and (q.kind <> '' or q.group_key <> '')
                     -- A subquery, or it might read the whole primary key because that is in the order wanted.
                     offset 0
                 ) as q
@@ -304,7 +304,7 @@ declare
         from (
             select from pgqueue.queue as q
             where q.name in ('', _paused.queue) and left(q.group_key, 1) > ''
-                and q.paused is not null and (q.kind <> '' or q.group_key <> '')
+                and num_nonnulls(q.paused) = 1 and (q.kind <> '' or q.group_key <> '')
             limit 101
         ) as g
     );
@@ -313,7 +313,7 @@ declare
         from (
             select distinct on (q.kind) q.kind, q.paused
             from pgqueue.queue as q
-            where q.name in ('', _paused.queue) and left(q.group_key, 1) = '' and q.paused is not null and q.kind <> ''
+            where q.name in ('', _paused.queue) and left(q.group_key, 1) = '' and num_nonnulls(q.paused) = 1 and q.kind <> ''
             order by q.kind, q.name <> '' desc
         ) as s
     ));

@@ -142,9 +142,9 @@ create index queue_limit_idx on pgqueue.queue (name, left(group_key, 1))
 where num_nonnulls(max_running, rate_limit, rate_period, weight, group_limit, group_on_retry) > 0;
 comment on index pgqueue.queue_limit_idx is 'Which caps has a queue, or limits its groups?';
 
-create index queue_paused_idx on pgqueue.queue (name, left(group_key, 1))
-where paused is not null and (kind <> '' or group_key <> '');
-comment on index pgqueue.queue_paused_idx is 'Which kinds and groups of a queue are paused, or not?';
+create index queue_narrow_idx on pgqueue.queue (name, num_nonnulls(paused), left(group_key, 1))
+where kind <> '' or group_key <> '';
+comment on index pgqueue.queue_narrow_idx is 'What is set, or paused, for kinds and groups?';
 
 create index queue_lease_idx on pgqueue.queue (name)
 where lease is not null and (kind <> '' or group_key <> '');
