@@ -215,8 +215,10 @@ def test_all_databases_share_one_set_of_slots_evenly(three):
 
 def test_one_slot_serves_the_databases_in_turn(two):
     gate = Gate()
-    fill(two, "wait", 20)
-    with running(Worker(gate.app, dsn=two, concurrency=1)):
+    worker = Worker(gate.app, dsn=two, concurrency=1)
+    with running(worker):
+        wait_until(lambda: worker.sources.is_drained)  # both are connected
+        fill(two, "wait", 20)
         for count in range(1, 21):
             wait_until(lambda count=count: len(gate.order) == count)
             gate.let_go()
