@@ -355,17 +355,19 @@ def test_the_worker_of_node_ends_when_the_server_stops_answering(
     # Idle, it claims when the job is due; busy, it has a heartbeat.
     due = None if is_busy else datetime.now(UTC) + timedelta(seconds=3)
     pgqueue.enqueue(db, "a", 1000, kind="sleep", run_at=due)
-    if is_busy:
-        wait_until(is_running(db, 1))
     theirs = """
         select pid from pg_stat_activity
         where application_name like 'pgqueue %' and datname = current_database()
     """
+    if is_busy:
+        # A session that opened later would still be answered.
+        wait_until(lambda: column(db, theirs + "and query ~ 'pgqueue.extend'"))
     sessions = column(db, theirs)
     try:
         for pid in sessions:
             os.kill(pid, signal.SIGSTOP)
-        assert worker.wait(20) == 1
+        # If it was stopped before it heard of the job, it rests for half a minute.
+        assert worker.wait(45) == 1
     finally:
         for pid in sessions:
             os.kill(pid, signal.SIGCONT)
