@@ -35,6 +35,7 @@ begin
         select
         from pgqueue.queue as q
         where q.name = '' and left(q.group_key, 1) = ''
+            -- The first of these is the index's.
             and num_nonnulls(q.max_running, q.rate_limit, q.rate_period, q.weight, q.group_limit, q.group_on_retry) > 0
             and num_nonnulls(q.max_running, q.rate_limit, q.rate_period) > 0
     ) then
@@ -302,50 +303,35 @@ begin
 end;
 $$;
 
--- Whether a group has a ticket, and so may have jobs.
-create or replace function pgqueue._has_ticket(queue text, group_key text)
-    returns boolean
-    language plpgsql
-    stable
-    set plan_cache_mode = force_generic_plan
-    set enable_seqscan = off
-as $$
-begin
-    return exists (
-        select from pgqueue.ticket as t where pgqueue._is_ticket_of(t, _has_ticket.queue, _has_ticket.group_key)
-    );
-end;
-$$;
-
 -- After a change of limits or rates of groups: counts running jobs, and makes claims look again at groups
 -- that could give no more jobs.
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
     language plpgsql
+    -- So that a single group is found by an index.
+    set plan_cache_mode = force_custom_plan
     set enable_indexscan = on
     set enable_seqscan = on
     set enable_hashagg = on
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    is_one boolean := coalesce(queue is not null and group_key <> '*', false);
     known record;
     settings pgqueue.queue_in_force;
     cap pgqueue._cap;
 begin
     for known in
-        select _apply_limits.queue, _apply_limits.group_key where is_one
-        union
         select distinct j.queue, j.group_key
         from pgqueue.job as j
-        where not is_one and j.group_key is not null and (j.lease_expires_at is not null or j.xmax <> 0)
-            and j.queue = coalesce(_apply_limits.queue, j.queue)
-            and coalesce(_apply_limits.group_key, '*') in ('*', j.group_key)
+        where j.group_key is not null and (j.lease_expires_at is not null or j.xmax <> 0) and pgqueue._is_in_group(
+            j, coalesce(_apply_limits.queue, j.queue), coalesce(nullif(_apply_limits.group_key, '*'), j.group_key)
+        )
         union
         select distinct p.queue, p.group_key
         from pgqueue.permit as p
-        where not is_one and p.group_key <> '' and p.free_at > moment and p.queue = coalesce(_apply_limits.queue, p.queue)
-            and coalesce(_apply_limits.group_key, '*') in ('*', p.group_key)
+        where p.group_key <> '' and p.free_at > moment and pgqueue._is_permit_of(
+            p, coalesce(_apply_limits.queue, p.queue), '', coalesce(nullif(_apply_limits.group_key, '*'), p.group_key)
+        )
     loop
         settings := pgqueue._in_force(known.queue, '', known.group_key);
         foreach cap in array (pgqueue._group_caps(
@@ -360,15 +346,10 @@ begin
     end loop;
     -- Otherwise the first claim would find no permits.
     perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key), pgqueue._in_force(t.queue))
-    from (
-        select _apply_limits.queue, _apply_limits.group_key
-        where is_one and pgqueue._has_ticket(_apply_limits.queue, _apply_limits.group_key)
-        union all
-        select t.queue, t.group_key
-        from pgqueue.ticket as t
-        where not is_one and t.queue = coalesce(_apply_limits.queue, t.queue)
-            and coalesce(_apply_limits.group_key, '*') in ('*', t.group_key)
-    ) as t
+    from pgqueue.ticket as t
+    where pgqueue._is_ticket_of(
+        t, coalesce(_apply_limits.queue, t.queue), coalesce(nullif(_apply_limits.group_key, '*'), t.group_key)
+    )
     group by t.queue;
     perform pgqueue._unblock_groups(queue, group_key);
 end;
