@@ -616,14 +616,14 @@ begin
             or clock_timestamp() > moment + interval '500 milliseconds'
         then
             is_cut := stage <> 'guest';
-            exit when picks <> '{}' or not leaves_out;
-            if is_cut then
-                -- Left now, in case the claim is cancelled.
+            if is_cut and leaves_out then
+                -- Before the last stage, in case the claim is cancelled there.
                 perform pgqueue._leave_vain(
                     key, known.record, known.reached, least(passed_at, new_until, moment - interval '10 milliseconds'),
-                    is_cut, is_none, case when front = '-infinity' then moment end, true
+                    true, false, case when front = '-infinity' then moment end, true
                 );
             end if;
+            exit when picks <> '{}' or not leaves_out;
             -- Perhaps there are only a few jobs, or none.
             stage := 'last';
             continue;
@@ -636,13 +636,12 @@ begin
     end loop;
     is_far := vain > 60 or pg_stat_get_xact_tuples_returned('pgqueue.ticket_lane_idx'::regclass) - walked
         > 200 + 3 * (looked + cardinality(picks));
-    if leaves_out and (is_cut or is_done and not are_taken and (picks = '{}' or front > '-infinity')) then
+    if leaves_out and is_done and not are_taken and (picks = '{}' or front > '-infinity') then
         perform pgqueue._leave_vain(
-            key, known.record, known.reached,
-            least(case when is_cut then passed_at end, new_until, moment - interval '10 milliseconds'),
-            is_cut, is_none, case when front = '-infinity' then moment end, is_long or is_far
+            key, known.record, known.reached, least(new_until, moment - interval '10 milliseconds'), false, is_none,
+            case when front = '-infinity' then moment end, is_long or is_far
         );
-    elsif are_taken or leaves_out and pgqueue._is_walked_again(known.record, known.reached) then
+    elsif are_taken or leaves_out and (is_cut or pgqueue._is_walked_again(known.record, known.reached)) then
         null;
     elsif is_far then
         -- Not before known_at, where the others continue: a walk from the beginning may not have come so far.
