@@ -25,9 +25,9 @@ as $$
         and (job).queue = _is_in_group.queue and (job).group_key = _is_in_group.group_key
 $$;
 
--- Whether jobs of a kind are paused in a group of which nothing is said in paused, because too many groups are
--- (_paused); null if nothing is set for the group. Without a kind: whether all its jobs are. A kind at its cap,
--- which _without has set to null there, stays null.
+-- What the settings say of a kind in a group, where paused leaves out the groups because there are many (_paused):
+-- true for paused; null if they say nothing. Without a kind: whether all jobs of the group are paused. A kind at its
+-- cap stays what _without has made of it, the null of JSON.
 create or replace function pgqueue._pause_of(paused jsonb, group_key text, kind text default null)
     returns jsonb
     language plpgsql
