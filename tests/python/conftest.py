@@ -22,7 +22,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import psycopg
@@ -315,6 +315,15 @@ def soon(look: Callable[[], Found], timeout: float = 15) -> Found:
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return found
+
+
+def persist(db: psycopg.Connection, query: str) -> list:
+    """Repeat a query that a statement_timeout cancels until it finds something, 50 times at most."""
+    for _ in range(50):
+        with suppress(psycopg.errors.QueryCanceled):
+            if found := column(db, query):
+                return found
+    return []
 
 
 def url(db: psycopg.Connection, driver: str) -> str:
