@@ -102,15 +102,18 @@ def check_shares(
     served: list[Claim],
     weights: dict[str, int],
     backlog: dict[str, int],
-    bounds: Callable[[dict[str, int]], dict[str, float]],
-    each: int,
+    size: int,
+    sessions: int = 1,
+    bounds: Callable[[dict[str, int]], dict[str, float]] | None = None,
 ) -> None:
     """In no window does a group that has something due all the time fall behind its share.
 
     A claim that the machine holds up while the others make more than twenty keeps its groups from
     them meanwhile: what overlaps with it does not count.
     """
-    size = WINDOW * each * sum(weights.values())
+    each = visit(weights, size)
+    window = WINDOW * each * sum(weights.values())
+    bounds = bounds or partial(bound, size=size, sessions=sessions)
     behind = bounds(weights)
     held_up = [
         range(n - claim.meanwhile, n + 1)
@@ -120,7 +123,7 @@ def check_shares(
     windows = 0
     for start in range(len(served)):
         end = start
-        while end < len(served) and sum(map(len, served[start:end])) < size:
+        while end < len(served) and sum(map(len, served[start:end])) < window:
             end += 1
         before, got = count(served[:start]), count(served[start:end])
         # What is left may be under way in the claims of the other sessions.
@@ -130,7 +133,7 @@ def check_shares(
             if backlog[group] - before[group] - got[group]
             > behind[group] - 2 * each * weights[group]
         ]
-        if got.total() < size:
+        if got.total() < window:
             break
         if any(late.start < end and start < late.stop for late in held_up):
             continue
@@ -174,13 +177,7 @@ def test_a_large_backlog_takes_no_more_than_its_share(db, connect, size, session
     weights = dict.fromkeys(backlog, 1)
     conns = [connect() for _ in range(sessions)]
     served = serve(conns, size, 1000)
-    check_shares(
-        served,
-        weights,
-        backlog,
-        partial(bound, size=size, sessions=sessions),
-        visit(weights, size),
-    )
+    check_shares(served, weights, backlog, size, sessions)
     assert all(count(served)[group] == 80 for group in SMALL)
 
 
@@ -202,13 +199,7 @@ def test_a_newcomer_has_its_share_from_its_first_round_on(db, connect, size, ses
     )
     weights = dict.fromkeys(waiting, 1)
     served = serve(conns, size, 11 * 54)
-    check_shares(
-        served,
-        weights,
-        waiting,
-        partial(bound, size=size, sessions=sessions),
-        visit(weights, size),
-    )
+    check_shares(served, weights, waiting, size, sessions)
 
 
 @pytest.mark.sample(3)
@@ -225,13 +216,7 @@ def test_shares_are_by_weight(db, connect, size, sessions):
     conns = [connect() for _ in range(sessions)]
     served = serve(conns, size, 900)
     backlog = {"one": 5000, "two": 600, "three": 600}
-    check_shares(
-        served,
-        weights,
-        backlog,
-        partial(bound, size=size, sessions=sessions),
-        visit(weights, size),
-    )
+    check_shares(served, weights, backlog, size, sessions)
 
 
 @pytest.mark.parametrize("size", [1, 10, 50])
@@ -267,7 +252,7 @@ def test_full_groups_with_long_attempts_hold_up_no_other(db, connect, size, is_o
         served = serve([db], size, 200)
         assert count(served) == backlog
         # One at a time, whatever the size of a claim.
-        check_shares(served, weights, backlog, partial(bound, size=1, sessions=1), 1)
+        check_shares(served, weights, backlog, size=1, sessions=1)
 
 
 # Where jobs are left out
@@ -291,13 +276,7 @@ def test_shares_are_by_weight_where_each_worker_asks_for_another_kind(
     """Whichever of them a group gives its jobs to; each passes over what is the other's."""
     weights = dict.fromkeys(SMALL, 1) | {"large": 2}
     served = [claim(db, size, kind="xy"[n % 2]) for n in range(1440 // size)]
-    check_shares(
-        served,
-        weights,
-        two_kinds,
-        partial(bound, size=size, sessions=2),
-        visit(weights, size),
-    )
+    check_shares(served, weights, two_kinds, size, sessions=2)
 
 
 @pytest.mark.parametrize("size", [10, 50])
@@ -319,8 +298,8 @@ def test_shares_are_by_weight_where_workers_of_two_kinds_claim_at_once(
         served,
         weights,
         two_kinds,
-        lambda groups: dict.fromkeys(groups, 2.0 * size),
-        visit(weights, size),
+        size,
+        bounds=lambda groups: dict.fromkeys(groups, 2.0 * size),
     )
 
 
@@ -351,13 +330,7 @@ def test_shares_are_by_weight_where_a_kind_may_not_begin(
         enqueue(db, group, jobs)
         enqueue(db, group, 20, "held")
     served = serve([connect() for _ in range(sessions)], size, 60 * 12)
-    check_shares(
-        served,
-        weights,
-        backlog,
-        partial(bound, size=size, sessions=sessions),
-        visit(weights, size),
-    )
+    check_shares(served, weights, backlog, size, sessions)
     assert all(count(served)[group] <= 60 for group in SMALL)
 
 
@@ -380,13 +353,7 @@ def test_retries_count_in_the_share_of_their_group(db, connect, size, sessions):
         lambda conn, size: claim(conn, size, end="fail once"),
     )
     attempts = {group: 2 * jobs for group, jobs in backlog.items()}
-    check_shares(
-        served,
-        weights,
-        attempts,
-        partial(bound, size=size, sessions=sessions),
-        visit(weights, size),
-    )
+    check_shares(served, weights, attempts, size, sessions)
 
 
 @pytest.mark.sample(4)
@@ -418,13 +385,7 @@ def test_what_comes_due_at_one_moment_is_shared_by_weight(
     assert count(serve(conns, size, 60)).keys() == {"large"}
     let_an_hour_pass(db)
     served = serve(conns, size, 45 * 14)
-    check_shares(
-        served,
-        weights,
-        backlog,
-        partial(bound, size=size, sessions=sessions),
-        visit(weights, size),
-    )
+    check_shares(served, weights, backlog, size, sessions)
 
 
 def let_an_hour_pass(db: psycopg.Connection) -> None:

@@ -63,36 +63,38 @@ def test_a_slot_that_one_session_fires_has_one_job_whoever_else_fires(
     assert one(other, "select count(*) from pgqueue.job") == 1
 
 
+@pytest.fixture
+def call_while_it_fires(db, connect, due, blocked):
+    """Make a call that waits for the open transaction that fires the slot; it fires once."""
+
+    def call(query: str) -> None:
+        other = connect()
+        with db.transaction():
+            db.execute(FIRE)
+            caller = threading.Thread(target=other.execute, args=(query,))
+            caller.start()
+            blocked(other)
+        caller.join()
+        assert one(db, FIRE) == 0
+        assert one(db, "select count(*) from pgqueue.job") == 1
+
+    return call
+
+
 def test_a_schedule_that_is_made_anew_while_its_slot_is_fired_fires_it_once(
-    db, connect, due, blocked
+    db, call_while_it_fires
 ):
-    other = connect()
-    with db.transaction():
-        db.execute(FIRE)
-        call = "select pgqueue.schedule('s', 'q', every => '1 hour', priority => 3)"
-        caller = threading.Thread(target=other.execute, args=(call,))
-        caller.start()
-        blocked(other)
-    caller.join()
-    assert one(db, FIRE) == 0
+    call_while_it_fires(
+        "select pgqueue.schedule('s', 'q', every => '1 hour', priority => 3)"
+    )
     assert one(db, "select next_slot > now() from pgqueue.schedules")
-    assert one(db, "select count(*) from pgqueue.job") == 1
 
 
 @pytest.mark.parametrize("call", ["pause_schedule", "unschedule"])
 def test_who_pauses_or_ends_a_schedule_waits_for_the_slot_that_is_just_fired(
-    db, connect, due, blocked, call
+    call_while_it_fires, call
 ):
-    other = connect()
-    with db.transaction():
-        db.execute(FIRE)
-        query = f"select pgqueue.{call}('s')"
-        caller = threading.Thread(target=other.execute, args=(query,))
-        caller.start()
-        blocked(other)
-    caller.join()
-    assert one(db, FIRE) == 0
-    assert one(db, "select count(*) from pgqueue.job") == 1
+    call_while_it_fires(f"select pgqueue.{call}('s')")
 
 
 @pytest.mark.parametrize("commits", [True, False])
@@ -108,18 +110,9 @@ def test_a_slot_that_is_due_when_the_rule_changes_has_one_job_whoever_fires(
 
 
 def test_a_rule_that_changes_while_a_slot_is_fired_fires_no_other_slot(
-    db, connect, due, blocked
+    db, call_while_it_fires
 ):
-    other = connect()
-    with db.transaction():
-        db.execute(FIRE)
-        call = "select pgqueue.schedule('s', 'q', every => '7 minutes')"
-        caller = threading.Thread(target=other.execute, args=(call,))
-        caller.start()
-        blocked(other)
-    caller.join()
-    assert one(db, FIRE) == 0
-    assert one(db, "select count(*) from pgqueue.job") == 1
+    call_while_it_fires("select pgqueue.schedule('s', 'q', every => '7 minutes')")
     assert one(db, IS_SLOT_OF_SEVEN_MINUTES)
 
 
