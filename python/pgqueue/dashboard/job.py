@@ -1,5 +1,6 @@
 """One job: what is known about it, wherever it is, and about the jobs around it."""
 
+from collections import defaultdict
 from datetime import datetime
 
 from pgqueue.dashboard.pages import Page, Reading, Row, job_id
@@ -48,17 +49,6 @@ from (select d.{1} from pgqueue.dependencies as d where d.{0} = %(id)s order by 
 left join lateral (select * from pgqueue.jobs as j where j.id = d.{1} limit 1) as j on true
 order by d.{1}
 """
-# What is known about a job, from whichever of these knows it.
-FACTS = dict.fromkeys(
-    (
-        *("queue", "kind", "state", "attempt", "max_attempts", "priority"),
-        *("enqueued_at", "run_at", "expires_at", "claimed_at", "finished_at"),
-        *("lease_expires_at", "cancelled_at", "worker", "group_key", "unique_key"),
-        *("batch_id", "headers", "done", "total", "message", "time_left"),
-        *("last_error", "has_payload", "payload", "payload_length"),
-        *("event", "suspended_at"),
-    )
-)
 
 
 def page(reading: Reading) -> Page:
@@ -83,12 +73,16 @@ def page(reading: Reading) -> Page:
             reading.conn.execute("set local enable_seqscan = off")
             runs = reading.rows(RUNS, id=id, ended=found.get("finished_at"))
             found["headers"] = found.get("headers") or (runs and runs[0]["headers"])
+
+    def near(own: str, other: str) -> list[Row]:
+        return reading.rows(NEAR.format(own, other), id=id, most=AROUND + 1)
+
     return Page(
         "job.html",
         {
             "id": id,
             "why": why["why"],
-            "job": {**FACTS, **found},
+            "job": defaultdict(lambda: None, found),  # what nothing knows is None
             "is_living": is_living,
             "errors": [
                 {**error, "at": datetime.fromisoformat(error["at"])}
@@ -96,12 +90,8 @@ def page(reading: Reading) -> Page:
             ],
             "steps": steps,
             "runs": runs,
-            "waits_for": reading.rows(
-                NEAR.format("waiter_id", "job_id"), id=id, most=AROUND + 1
-            ),
-            "waiters": reading.rows(
-                NEAR.format("job_id", "waiter_id"), id=id, most=AROUND + 1
-            ),
+            "waits_for": near("waiter_id", "job_id"),
+            "waiters": near("job_id", "waiter_id"),
             "around": AROUND,
             "most": MOST,
         },
