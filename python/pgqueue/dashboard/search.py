@@ -73,14 +73,8 @@ LIVE_WALKS = {
         "group_key is not null"
         f" and {GROUP} = hashtextextended(%(group)s, hashtext(%(queue)s))",
     ),
-    ("batch",): Walk(
-        each("pgqueue.job", OF_BATCH),
-        *BY_ID,
-    ),
-    ("leased",): Walk(
-        each("pgqueue.job", "select id from pgqueue.running"),
-        *BY_ID,
-    ),
+    ("batch",): Walk(each("pgqueue.job", OF_BATCH), *BY_ID),
+    ("leased",): Walk(each("pgqueue.job", "select id from pgqueue.running"), *BY_ID),
     ("queue",): Walk(
         "pgqueue.job",
         ("hashtext(queue)", LANE, "run_at", "id"),
@@ -89,31 +83,14 @@ LIVE_WALKS = {
     ),
     (): Walk("pgqueue.job", *BY_ID, goes_up=False),
 }
+BY_DEATH = ("died_at", "id"), ("timestamptz", "bigint")
+BY_KIND = ("kind", "died_at", "id"), ("text", "timestamptz", "bigint")
+KIND = "queue = %(queue)s and kind = %(kind)s"
 DEAD_WALKS = {
-    ("batch",): Walk(
-        each("pgqueue.dead_job", OF_BATCH),
-        *BY_ID,
-    ),
-    ("queue", "kind"): Walk(
-        "pgqueue.dead_job",
-        ("died_at", "id"),
-        ("timestamptz", "bigint"),
-        "queue = %(queue)s and kind = %(kind)s",
-        goes_up=False,
-    ),
-    ("queue",): Walk(
-        "pgqueue.dead_job",
-        ("kind", "died_at", "id"),
-        ("text", "timestamptz", "bigint"),
-        "queue = %(queue)s",
-        goes_up=False,
-    ),
-    (): Walk(
-        "pgqueue.dead_job",
-        ("died_at", "id"),
-        ("timestamptz", "bigint"),
-        goes_up=False,
-    ),
+    ("batch",): Walk(each("pgqueue.dead_job", OF_BATCH), *BY_ID),
+    ("queue", "kind"): Walk("pgqueue.dead_job", *BY_DEATH, KIND, goes_up=False),
+    ("queue",): Walk("pgqueue.dead_job", *BY_KIND, "queue = %(queue)s", goes_up=False),
+    (): Walk("pgqueue.dead_job", *BY_DEATH, goes_up=False),
 }
 FILTERS = {
     "queue": "w.queue = %(queue)s",
@@ -127,8 +104,9 @@ FILTERS = {
 FIRST_LINE = (
     "left(split_part(ltrim({}, E' \\t\\r\\n'), E'\\n', 1), 500) ilike %(error)s"
 )
-LIVE_ERROR = FIRST_LINE.format("w.errors -> -1 ->> 'error'")
-DEAD_ERROR = FIRST_LINE.format("w.error")
+DEAD_FILTERS = FILTERS | {"error": FIRST_LINE.format("w.error")}
+LIVE_FILTERS = FILTERS | {"error": FIRST_LINE.format("w.errors -> -1 ->> 'error'")}
+ENDED_FILTERS = DEAD_FILTERS | {"group": "w.options ->> 'group_key' = %(group)s"}
 # The state is that of the view, looked up for the rows that match everything else.
 LIVE = """
 select
@@ -168,6 +146,8 @@ select count(*) as rows from (
     limit {looked}
 ) as r
 """
+LIVE_SEARCH = LIVE, LIVE_WALKS, LIVE_FILTERS
+DEAD_SEARCH = DEAD, DEAD_WALKS, DEAD_FILTERS
 # How far back the log is read for a page, until it has enough.
 SPANS = [timedelta(seconds=s) for s in (1, 10, 60, 600, 3600, 21600, 86400, 15 * 86400)]
 
@@ -187,8 +167,9 @@ def page(reading: Reading) -> Page:
         )
         shown |= find(reading, asked["state"], given)
         if shown["next"] is not None:
+            given_too = {name: value for name, value in asked.items() if value}
             place = {"from": json.dumps(shown["next"])}
-            shown["next"] = urlencode({**nonempty(asked), **place})
+            shown["next"] = urlencode(given_too | place)
         shown["is_first"] = "from" not in reading.asked
         # What redrive, discard_many and cancel_many can do to all of them.
         is_known = given.keys() <= {"queue", "kind", "error"}
@@ -200,10 +181,6 @@ def page(reading: Reading) -> Page:
             "error_like": given.get("error"),
         }
     return Page("jobs.html", shown, is_live=False)
-
-
-def nonempty(asked: Row) -> Row:
-    return {name: value for name, value in asked.items() if value}
 
 
 def problem(state: str, given: Row) -> str | None:
@@ -233,24 +210,23 @@ def place_of(text: str | None, parts: int) -> list[str] | None:
     return place
 
 
+def where(filters: Row, given: Row) -> str:
+    return " and ".join(filters[name] for name in given if name in filters) or "true"
+
+
 def find(reading: Reading, state: str, given: Row) -> Row:
     """Return a page of jobs, where the next one begins if there is one, and whether the scan was cut short."""
     if state in OUTCOMES:
         return find_ended(reading, state, given)
-    walks, query = (DEAD_WALKS, DEAD) if state == "dead" else (LIVE_WALKS, LIVE)
+    query, walks, filters = DEAD_SEARCH if state == "dead" else LIVE_SEARCH
     has = {*given, *(["leased"] if state == "running" or "worker" in given else [])}
     walk = next(walks[fields] for fields in walks if has.issuperset(fields))
     sql, values = walk.sql(place_of(reading.asked.get("from"), len(walk.order)))
     values |= {**given, "state": state}
-    filters = [FILTERS[name] for name in given if name in FILTERS]
-    if "error" in given:
-        filters.append(DEAD_ERROR if state == "dead" else LIVE_ERROR)
-    query = query.format(
-        walk=sql, filters=" and ".join(filters) or "true", rows=ROWS + 1
-    )
+    query = query.format(walk=sql, filters=where(filters, given), rows=ROWS + 1)
     found = reading.rows(query, **values)
     if len(found) > ROWS:
-        return {"jobs": found[:ROWS], "next": found[ROWS - 1]["place"], "short": False}
+        return {"jobs": found[:ROWS], "next": found[ROWS - 1]["place"]}
     end = reading.row(f"select w.place from ({sql}) as w offset {LOOKED - 1}", **values)
     return {"jobs": found, "next": end and end["place"], "short": end is not None}
 
@@ -261,20 +237,10 @@ def find_ended(reading: Reading, state: str, given: Row) -> Row:
     now = reading.rights["now"]
     place = place_of(reading.asked.get("from"), 2) or [str(now), str(2**63 - 1)]
     until = moment(place[0])
-    filters = [FILTERS[name] for name in given if name in FILTERS and name != "group"]
-    if "group" in given:
-        filters.append("w.options ->> 'group_key' = %(group)s")
-    if "error" in given:
-        filters.append(DEAD_ERROR)
-    query = ENDED.format(
-        filters=" and ".join(filters) or "true", looked=LOOKED, rows=ROWS + 1
-    )
-    values = {
-        **given,
-        "outcomes": OUTCOMES[state],
-        "until": place[0],
-        "below": place[1],
-    }
+    filters = where(ENDED_FILTERS, given)
+    query = ENDED.format(filters=filters, looked=LOOKED, rows=ROWS + 1)
+    values = {**given, "until": place[0], "below": place[1]}
+    values["outcomes"] = OUTCOMES[state]
     found: list[Row] = []
     since = until
     for span in SPANS:
@@ -286,11 +252,7 @@ def find_ended(reading: Reading, state: str, given: Row) -> Row:
         since = until - span
         found = reading.rows(query, **before)
         if len(found) > ROWS:
-            return {
-                "jobs": found[:ROWS],
-                "next": found[ROWS - 1]["place"],
-                "short": False,
-            }
+            return {"jobs": found[:ROWS], "next": found[ROWS - 1]["place"]}
     is_short = since > until - SPANS[-1]
     following = [since.isoformat(), "0"] if is_short else None
     return {"jobs": found, "next": following, "short": is_short, "back_to": since}
@@ -300,7 +262,7 @@ def moment(text: str) -> datetime:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        raise NotFound("There is no such page of the search.") from None
+        found = datetime.min
     if found.tzinfo is None or found.year < 2000:
         raise NotFound("There is no such page of the search.")
     return found
