@@ -167,22 +167,12 @@ SPANS = {
     "day": Span(HOURS, 24, timedelta(hours=1), "hour", "%H:%M", 4),
     "week": Span(HOURS, 168, timedelta(hours=1), "hour", "%a %d", 7),
 }
-NO_RUNS = dict.fromkeys(
-    ("runs", "failures", "p50_taken", "p99_taken", "last_finished_at")
-)
-ORDERS = {
-    "queue",
-    "ready",
-    "running",
-    "scheduled",
-    "blocked",
-    "expired",
-    "dead",
-    "oldest_wait",
-    "rate_5m",
-    "failure_rate_5m",
-    "workers",
-}
+NO_RUNS = dict.fromkeys("runs failures p50_taken p99_taken last_finished_at".split())
+# By which queues are sorted, if not by their names.
+ORDERS = (
+    "ready running scheduled blocked expired dead oldest_wait rate_5m failure_rate_5m"
+    " workers"
+).split()
 
 
 LATE = (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable)
@@ -241,7 +231,7 @@ def queues(reading: Reading) -> Page:
     if part := reading.asked.get("name", ""):
         found = [row for row in found if part.lower() in row["queue"].lower()]
     order = reading.asked.get("order", "")
-    if order in ORDERS - {"queue"}:
+    if order in ORDERS:
         # Those about which nothing is known come last.
         found = sorted(
             found, key=lambda row: (row[order] is not None, row[order]), reverse=True
@@ -334,11 +324,7 @@ def queue(reading: Reading) -> Page:
 
 def running(reading: Reading) -> Page:
     return Page(
-        "running.html",
-        {
-            "stuck": reading.rows(STUCK),
-            "running": reading.rows(RUNNING),
-        },
+        "running.html", {"stuck": reading.rows(STUCK), "running": reading.rows(RUNNING)}
     )
 
 
