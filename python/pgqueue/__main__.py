@@ -174,21 +174,10 @@ def serve(dsn: str, args: argparse.Namespace) -> int:
     try:
         from pgqueue.dashboard import serve
     except ImportError as error:
-        extra = (
-            "pgqueue-postgres[dashboard]; in a clone: pip install './python[dashboard]'"
-        )
-        say(f"the dashboard needs {extra}: {error}")
+        clone = "in a clone: pip install './python[dashboard]'"
+        say(f"the dashboard needs pgqueue-postgres[dashboard]; {clone}: {error}")
         return 1
-    hosts = args.allow_host
-    return serve.serve(
-        dsn,
-        args.host,
-        args.port,
-        args.allow_actions,
-        hosts,
-        args.json,
-        has_secret=not args.no_secret,
-    )
+    return serve.serve(dsn, args)
 
 
 if __name__ == "__main__":

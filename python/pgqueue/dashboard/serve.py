@@ -3,7 +3,8 @@
 import ipaddress
 import os
 import secrets
-from collections.abc import Callable, Collection
+from argparse import Namespace
+from collections.abc import Callable
 from socket import socket
 from urllib.parse import quote
 
@@ -13,17 +14,13 @@ from pgqueue.dashboard import LOOPBACK, app
 from pgqueue.terminal import say, say_json
 
 
-def serve(
-    dsn: str | None,
-    host: str,
-    port: int,
-    allow_actions: bool,
-    hosts: Collection[str] = (),
-    as_json: bool = False,
-    has_secret: bool = True,
-) -> int:
-    """Say where, and serve the page until a signal; Ctrl-C raises KeyboardInterrupt."""
-    if allow_actions and not has_secret and not is_loopback(host):
+def serve(dsn: str, args: Namespace) -> int:
+    """Say where, and serve the page until a signal; Ctrl-C raises KeyboardInterrupt.
+
+    The arguments are those of the command `dashboard`.
+    """
+    host, has_secret = args.host, not args.no_secret
+    if args.allow_actions and not has_secret and not is_loopback(host):
         say(
             f"refused: anybody who reaches {host or 'this machine'} could act. Leave out --no-secret, or"
             " --allow-actions, or listen on 127.0.0.1 with a proxy in front that authenticates users."
@@ -32,19 +29,21 @@ def serve(
     # Any user of this machine can reach its ports.
     secret = os.environ.get("PGQUEUE_DASHBOARD_SECRET") or secrets.token_urlsafe(18)
     own_name = f"[{host}]" if ":" in host else host
-    url = f"http://{own_name}:{port}/"
+    url = f"http://{own_name}:{args.port}/"
     shown = f"{url}?secret={quote(secret, safe='')}" if has_secret else url
 
     def say_where() -> None:
-        say_json({"url": shown}) if as_json else say(f"the dashboard is at {shown}")
+        if args.json:
+            say_json({"url": shown})
+        else:
+            say(f"the dashboard is at {shown}")
 
-    page = app(
-        dsn,
-        allow_actions,
-        hosts=(*LOOPBACK, own_name, *hosts),
-        secret=secret if has_secret else None,
+    hosts = (*LOOPBACK, own_name, *args.allow_host)
+    known = secret if has_secret else None
+    page = app(dsn, args.allow_actions, hosts=hosts, secret=known)
+    config = uvicorn.Config(
+        page, host, args.port, log_level="warning", server_header=False
     )
-    config = uvicorn.Config(page, host, port, log_level="warning", server_header=False)
     try:
         Server(config, say_where).run()
     except SystemExit:  # it cannot listen there, and has said why
