@@ -127,6 +127,8 @@ def ask(dsn: str, args: argparse.Namespace, failed: int, is_one: bool) -> int:
 
 
 def say_why(error: Exception, args: argparse.Namespace, failed: int) -> int:
+    if args.command == "move-groups":
+        error.add_note("move-groups connects as the owner of pgqueue, on all shards")
     say(explain(error, ROLES.get(args.command, "operator")))
     is_dsn = isinstance(error, psycopg.ProgrammingError) and not error.sqlstate
     return 2 if is_dsn and failed == 1 else failed

@@ -6,8 +6,8 @@ finishes or forgets what was interrupted.
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import psycopg
@@ -153,7 +153,6 @@ class Shards:
 def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
     """Move until nothing is left or that many seconds are over; return the exit code."""
     with ExitStack() as stack:
-        stack.enter_context(as_owner())
         conns = [
             stack.enter_context(
                 psycopg.connect(
@@ -209,16 +208,6 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
         if resumes:
             shards.resume()
     return 0
-
-
-@contextmanager
-def as_owner() -> Iterator[None]:
-    """Say who may call it, if a right is missing."""
-    try:
-        yield
-    except psycopg.errors.InsufficientPrivilege as error:
-        error.add_note("move-groups connects as the owner of pgqueue, on all shards")
-        raise
 
 
 def ask(conn: database.Connection, query: str) -> list[Any]:

@@ -172,10 +172,8 @@ class Dashboard:
         return "*" in self.hosts or name in self.hosts
 
     async def get(self, page: Callable[[Reading], Page], request: Request) -> Response:
-        asked = request.query_params
-        return await self.answer(
-            request, lambda: pages.read(self.dsn, page, asked), "reader"
-        )
+        work = functools.partial(pages.read, self.dsn, page, request.query_params)
+        return await self.answer(request, work, "reader")
 
     async def ask(self, request: Request) -> Response:
         """Show what an action would do, before it is done."""
@@ -229,14 +227,8 @@ class Dashboard:
         """Redirect, so that a reload of the page that says what was done does not do it again."""
         base = request.scope.get("root_path", "")
         answer = RedirectResponse(base + where, HTTPStatus.SEE_OTHER)
-        answer.set_cookie(
-            SAID,
-            quote(said[:1000]),
-            60,
-            path=base or "/",
-            httponly=True,
-            samesite="strict",
-        )
+        text, path = quote(said[:1000]), base or "/"
+        answer.set_cookie(SAID, text, 60, path=path, httponly=True, samesite="strict")
         return answer
 
     def render(self, request: Request, page: Page, status: int = 200) -> Response:
@@ -310,10 +302,7 @@ def arguments(form: Mapping[str, str]) -> tuple[Row, int, str]:
     """Return what an action is for, at most how many jobs, and where to go back to."""
     back = form.get("back", "")
     try:
-        of, max_jobs = (
-            dict(json.loads(form.get("of", "{}"))),
-            form.get("max_jobs", "1000"),
-        )
+        of = dict(json.loads(form.get("of", "{}")))
         # Where a person types what it is for.
         of |= {name: form[name] for name in ("kind", "group_key") if form.get(name)}
         json.dumps(of, ensure_ascii=False).encode()  # half a character is not UTF-8
@@ -322,7 +311,7 @@ def arguments(form: Mapping[str, str]) -> tuple[Row, int, str]:
         # To a page of ours, and no other site.
         if back and not re.fullmatch(r"/(?![/\\])[!-~]*", back):
             raise ValueError
-        return of, int(max_jobs), back
+        return of, int(form.get("max_jobs", "1000")), back
     except (NotFound, TypeError, ValueError, RecursionError):
         raise HTTPException(HTTPStatus.BAD_REQUEST, NONSENSE) from None
 

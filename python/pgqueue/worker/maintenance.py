@@ -4,13 +4,11 @@ Apart from the other threads, because maintain() may take a while.
 """
 
 import random
-from typing import Any
 
 import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.task import Task
 from pgqueue.terminal import ALLOWS
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.seldom import log
@@ -43,10 +41,14 @@ class Maintenance(Service):
 
     def work(self, conn: database.Connection) -> None:
         if not self._is_declared:
-            # A dispatcher may find handlers meanwhile.
-            for task in list(self._app.tasks.values()):
-                if task.schedule is not None:
-                    self._declare(task, conn)
+            try:
+                # A dispatcher may find handlers meanwhile.
+                for task in list(self._app.tasks.values()):
+                    if task.schedule is not None:
+                        task.declare(conn)
+            except psycopg.errors.InsufficientPrivilege as error:
+                error.add_note(ALLOWS.format("scheduler"))
+                raise
             self._is_declared = True
         try:
             # Not in a transaction: there it cannot empty the tables of old runs.
@@ -55,10 +57,3 @@ class Maintenance(Service):
             with database.transaction(conn):
                 rows = conn.execute(MAINTAIN).fetchall()
         log.debug("maintained: %s", ", ".join(f"{task} {n}" for task, n in rows if n))
-
-    def _declare(self, task: Task[..., Any], conn: database.Connection) -> None:
-        try:
-            task.declare(conn)
-        except psycopg.errors.InsufficientPrivilege as error:
-            error.add_note(ALLOWS.format("scheduler"))
-            raise
