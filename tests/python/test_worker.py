@@ -10,7 +10,7 @@ from pathlib import Path
 import pgqueue
 import pytest
 from conftest import column, one
-from pgqueue.worker import prefetch, protocol
+from pgqueue.worker import Worker, protocol
 from worker_app import BAD, UNSTORABLE
 from worker_harness import QUEUE, RESTING, is_empty, outcomes, wait_until
 
@@ -87,11 +87,11 @@ def test_headers_count_among_the_bytes_that_a_worker_can_hold(db) -> None:
 
 
 def test_large_jobs_are_not_claimed_ahead_by_the_thousand() -> None:
-    sizes = prefetch.Prefetch(10, 5000, None)
-    sizes.rate = 20_000.0
-    assert sizes.want(0) > 600
-    sizes.weigh([500_000] * 10)
-    assert sizes.want(0) <= 10 + protocol.MOST_BYTES / 500_000
+    turns = Worker(pgqueue.App()).turns
+    turns.rate = 20_000.0
+    assert turns.want(0, 0) > 600
+    turns.weigh([500_000] * 10)
+    assert turns.want(0, 0) <= 10 + protocol.MOST_BYTES / 500_000
 
 
 def test_each_handler_ends_its_job_with_its_own_outcome_and_result(db, workers) -> None:

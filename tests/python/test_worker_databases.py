@@ -229,7 +229,7 @@ def test_one_slot_serves_the_databases_in_turn(two):
 def test_a_database_without_jobs_takes_no_slot(three):
     gate = Gate()
     worker = Worker(gate.app, dsn=three, concurrency=6, poll_interval=60)
-    worker.prefetch.batch = 0  # what was claimed ahead would come first
+    worker.batch = 0  # what was claimed ahead would come first
     with running(worker):
         wait_until(lambda: worker.sources.is_drained)
         fill(three[1:2], "wait", 20)

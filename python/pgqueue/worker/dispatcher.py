@@ -17,10 +17,9 @@ from pgqueue.worker.connections import Connections
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.heartbeat import Heartbeat
-from pgqueue.worker.prefetch import GATHER
 from pgqueue.worker.seldom import SELDOM, log
 from pgqueue.worker.service import Service
-from pgqueue.worker.turns import HANG, Turns
+from pgqueue.worker.turns import GATHER, HANG, Turns
 
 SAY_AGAIN = 240.0  # seconds; behind a pooler it is believed for ten minutes
 HANDOVER = 0.0002  # seconds for handlers' threads to start
@@ -30,7 +29,7 @@ UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1
 
 
 class Dispatcher(Service):
-    """Claims what the executor has slots for, and what prefetch adds to that."""
+    """Claims as many jobs as `turns` says, and hands them to the executor."""
 
     name = "dispatcher"
 
@@ -41,8 +40,7 @@ class Dispatcher(Service):
         self.connections = Connections(server)
         self.held = heartbeat.held
         self.asked, self.served_at = 0, 0.0
-        self._turns, self._terms = turns, turns.terms
-        self._prefetch, self._executor = turns.prefetch, turns.executor
+        self._turns, self._terms, self._executor = turns, turns.terms, turns.executor
         self._finisher = finisher
         self._heartbeat = heartbeat
         turns.members.append(self)
@@ -140,7 +138,7 @@ class Dispatcher(Service):
         if attempts:
             self.succeeded()
         self._begin(conn, attempts, now)
-        if attempts and not self._prefetch.is_quick:
+        if attempts and not self._turns.is_quick:
             # A thread can start only when this one releases the interpreter.
             time.sleep(HANDOVER)
         if len(attempts) == want:
@@ -152,12 +150,11 @@ class Dispatcher(Service):
     ) -> None:
         """Run what was claimed at a moment of the monotonic clock; not if it is paused."""
         self._heartbeat.hold(attempts, since)
-        self._prefetch.claimed(len(attempts))
-        unfinished = self._executor.unfinished
-        attempts, not_ahead = self._prefetch.sort(attempts, unfinished)
+        self._turns.claimed(len(attempts))
+        attempts, not_ahead = self._turns.sort(attempts)
         if not_ahead:
             self._give_back_at_once(conn, not_ahead)
-        self._prefetch.weigh([a.size for a in attempts if a.payload])
+        self._turns.weigh([a.size for a in attempts if a.payload])
         if attempts and self._finisher.conn is None:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:
@@ -187,11 +184,11 @@ class Dispatcher(Service):
             for attempt in attempts:
                 self._give_back(attempt)
         else:
-            self._prefetch.claimed(-len(attempts))
+            self._turns.claimed(-len(attempts))
             self._heartbeat.held.difference_update(attempts)
 
     def _give_back(self, attempt: Attempt) -> None:
-        self._prefetch.claimed(-1)
+        self._turns.claimed(-1)
         self._finisher.put(attempt)
 
     def _is_settled(self) -> bool:
@@ -208,7 +205,7 @@ class Dispatcher(Service):
     def _sleep(self, conn: database.Connection, want: int) -> None:
         """Sleep until there is news or something to do, at most a second."""
         self.succeeded()  # also if it has just connected, and wants nothing
-        if self._prefetch.is_quick:
+        if self._turns.is_quick:
             time.sleep(GATHER)
         # Before looking at _has_news: from here on, news wakes it.
         self._is_asleep = True

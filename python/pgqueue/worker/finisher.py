@@ -17,9 +17,9 @@ from pgqueue.policy import Retry
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Server
-from pgqueue.worker.prefetch import GATHER, Prefetch
 from pgqueue.worker.seldom import log
 from pgqueue.worker.service import KEEP, Service
+from pgqueue.worker.turns import GATHER, Turns
 
 MAX_BATCH = 2000  # attempts in one call
 COUNT = 10.0  # seconds between two counts of jobs too quick for a line each
@@ -32,10 +32,10 @@ class Finisher(Service):
 
     name = "finisher"
 
-    def __init__(self, server: Server, prefetch: Prefetch, on_commit: OnCommit) -> None:
+    def __init__(self, server: Server, turns: Turns, on_commit: OnCommit) -> None:
         super().__init__(server)
         self.statuses: Counter[str] = Counter()
-        self._prefetch = prefetch
+        self._turns = turns
         self._on_commit = on_commit
         self._ended: SimpleQueue[Attempt | None] = SimpleQueue()
         self._batch: list[Attempt] = []  # taken, and not yet reported
@@ -81,7 +81,7 @@ class Finisher(Service):
             with suppress(Empty):
                 if first := self._ended.get(timeout=KEEP):
                     batch.append(first)
-                    if self._prefetch.is_quick and not self.over.is_set():
+                    if self._turns.is_quick and not self.over.is_set():
                         time.sleep(GATHER)
         # A message holds at most 1 GB; what an outage has left in the batch also counts.
         size = sum(len(attempt.outcome.text or "") for attempt in batch)
@@ -90,7 +90,7 @@ class Finisher(Service):
                 if attempt := self._ended.get_nowait():
                     batch.append(attempt)
                     size += len(attempt.outcome.text or "")
-        self._prefetch.count(len(batch) - before)
+        self._turns.count(len(batch) - before)
 
     def _report(self, conn: database.Connection, batch: list[Attempt]) -> None:
         is_again, self._is_unsure = self._is_unsure, True
@@ -112,7 +112,7 @@ class Finisher(Service):
         ended = Counter(statuses.get(a.id, "completed") for a in batch)
         self.statuses.update(ended)
         self._on_commit(batch, set(statuses.values()))
-        least = logging.DEBUG if self._prefetch.is_quick else logging.INFO
+        least = logging.DEBUG if self._turns.is_quick else logging.INFO
         if not log.isEnabledFor(least):
             self._quick += ended["completed"]
         if statuses or log.isEnabledFor(least):

@@ -21,7 +21,7 @@ class Source(Server):
         self, dsn: str, dsns: Sequence[str], turns: Turns, on_commit: OnCommit
     ) -> None:
         super().__init__(dsn, len(dsns) == 1, turns.terms.call_timeout)
-        self.finisher = Finisher(self, turns.prefetch, on_commit)
+        self.finisher = Finisher(self, turns, on_commit)
         self.heartbeat = Heartbeat(self, turns.executor.cancel)
         # Schedules are declared in the first: in each, all would run as often.
         self.maintenance = Maintenance(self, turns.terms.app, dsn == dsns[0])

@@ -1,7 +1,10 @@
-"""Divides the slots of a worker between its databases, by which of them have something due.
+"""How many jobs to claim, and of which queues: for the free slots, and ahead of them if jobs are quick.
 
-Each database has a dispatcher, which asks here before it claims. Nobody waits for one whose server
-does not answer: soon, the jobs that it has asked for no longer count.
+The databases of a worker share its slots, by which of them have something due. Each has a dispatcher,
+which asks here before it claims. Nobody waits for one whose server does not answer: soon, the jobs that
+it has asked for no longer count.
+
+No job is claimed ahead on its last attempt: if the worker were killed, it would die unrun.
 """
 
 import threading
@@ -12,9 +15,15 @@ from typing import Protocol
 
 from pgqueue.attempt import Attempt
 from pgqueue.worker.executor import Executor
-from pgqueue.worker.prefetch import Prefetch
+from pgqueue.worker.protocol import MOST_BYTES
 from pgqueue.worker.terms import Terms
 
+AHEAD = 0.1  # seconds of work to claim beyond what the free slots take
+PATIENCE = 1.0  # seconds of work that may wait here: other workers get the rest
+LAST_ATTEMPTS = 1.0  # seconds for which one that was seen forbids claiming ahead
+QUICK = 1000.0  # jobs a second; from here on large batches matter more than latency
+GATHER = 0.003  # seconds in which quick jobs gather for one batch
+MAX_CLAIM = 10_000  # jobs in one claim
 HANG = 0.25  # seconds that a call may take before the others go on without it
 
 
@@ -32,15 +41,19 @@ class Member(Protocol):
 
 
 class Turns:
-    """Says to each dispatcher how many jobs it may claim, and of which queues."""
+    """Sizes claims by the rate at which jobs finish, how many are left, and what others need."""
 
-    def __init__(self, terms: Terms, prefetch: Prefetch, executor: Executor) -> None:
+    def __init__(self, terms: Terms, executor: Executor) -> None:
         self.members: list[Member] = []
         self.is_paused = False  # to drain: nothing more is claimed
         self.has_limits = any(share.limit for share in terms.shares.values())
         self.terms = terms
-        self.prefetch = prefetch
         self.executor = executor
+        self.left = terms.max_jobs  # to claim; None is without limit
+        self.rate = 0.0  # jobs finished a second
+        self._none_ahead_until = 0.0
+        self._size = 0.0  # bytes of a job, of late
+        self._counted, self._counted_at = 0, time.monotonic()
         self._lock = threading.Lock()
 
     def take(self, own: Member) -> tuple[dict[str, int | None], int]:
@@ -50,7 +63,7 @@ class Turns:
             others = [m for m in self.members if m is not own and m.answers(HANG)]
             asked = sum(m.asked for m in others)
             queues = self._open_queues(asked)
-            want = self.prefetch.want(self.executor.unfinished, load(own), asked)
+            want = self.want(load(own), asked)
             if self.has_limits and None not in queues.values():
                 want = min(want, sum(n or 0 for n in queues.values()))
             if hungry := [m for m in others if m.is_hungry()]:
@@ -65,6 +78,67 @@ class Turns:
         for member in self.members:
             if member is not own:
                 member.slot_freed()
+
+    @property
+    def is_quick(self) -> bool:
+        return self.rate > QUICK and time.monotonic() < self._counted_at + 0.2
+
+    def count(self, finished: int) -> None:
+        """Note how many more jobs have finished, perhaps none."""
+        with self._lock:
+            self._counted += finished
+            now = time.monotonic()
+            if now > self._counted_at + 0.05:
+                elapsed = now - self._counted_at
+                rate = self._counted / elapsed
+                self.rate = rate if elapsed > 0.2 else (self.rate + rate) / 2
+                self._counted, self._counted_at = 0, now
+
+    def claimed(self, jobs: int) -> None:
+        if self.left is not None:
+            with self._lock:
+                self.left -= jobs
+
+    def weigh(self, sizes: list[int]) -> None:
+        """Note how many bytes some jobs have."""
+        if sizes:
+            self._size = sum(sizes) / len(sizes)
+
+    def sort(self, attempts: list[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
+        """Put last attempts first, and set apart those that would have to wait here."""
+        last = [a for a in attempts if a.number >= a.max_attempts]
+        if not last:
+            return attempts, []
+        self._none_ahead_until = time.monotonic() + LAST_ATTEMPTS
+        others = [a for a in attempts if a.number < a.max_attempts]
+        free = max(0, self.terms.concurrency - self.executor.unfinished)
+        return last[:free] + others, last[free:]
+
+    def is_too_much(self) -> bool:
+        """Whether more jobs wait than run in time: they are slower than those before."""
+        most = self.terms.concurrency + self.rate * PATIENCE
+        return len(self.executor.waiting) > most
+
+    def want(self, held: int, asked: int) -> int:
+        """Say how many jobs to claim: 0 while the finisher has fallen behind.
+
+        `asked` are those that are just being claimed elsewhere.
+        """
+        batch, concurrency = self.terms.batch, self.terms.concurrency
+        if held > 2 * (batch + concurrency):
+            return 0
+        now = time.monotonic()
+        is_fresh = self._none_ahead_until <= now < self._counted_at + PATIENCE
+        ahead = min(batch, int(self.rate * AHEAD)) if is_fresh else 0
+        ahead = min(ahead, int(MOST_BYTES / max(self._size, 1)))
+        unfinished = self.executor.unfinished + asked
+        want = min(concurrency + ahead - unfinished, MAX_CLAIM)
+        # In thirds: one is being claimed, one is ready, one is running.
+        third = ahead // 3
+        if unfinished >= concurrency and want < third:
+            return 0
+        want = min(want, max(concurrency, third + 1))
+        return want if self.left is None else min(want, self.left - asked)
 
     def _share(self, own: Member, hungry: list[Member], want: int) -> int:
         """Divide what there is evenly; what remains goes to those that waited longest."""

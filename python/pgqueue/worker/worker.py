@@ -2,8 +2,7 @@
 
     sources      has the parts that there are for each database: dispatcher, finisher, heartbeat, maintenance
     dispatcher   claims jobs for the free slots, and sleeps when none is due
-    turns        divides the slots between several databases
-    prefetch     says how many jobs to claim ahead of that
+    turns        says how many to claim, also between several databases
     executor     runs handlers, in threads and on an event loop
     watch        ends handlers that must not go on
     finisher     reports to the server how attempts ended
@@ -31,7 +30,6 @@ from pgqueue.terminal import version
 from pgqueue.worker import watch
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
-from pgqueue.worker.prefetch import Prefetch
 from pgqueue.worker.seldom import failed, log
 from pgqueue.worker.sources import Sources
 from pgqueue.worker.terms import Terms
@@ -74,9 +72,8 @@ class Worker(Terms):
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsns = database.conninfos(self.dsn, name=session)
-        self.prefetch = Prefetch(self.concurrency, self.batch, self.max_jobs)
         self.executor = Executor(self.concurrency, self._ended, self.app.middleware)
-        self.turns = Turns(self, self.prefetch, self.executor)
+        self.turns = Turns(self, self.executor)
         self.sources = Sources(dsns, self.turns, self._committed)
 
     def stop(self, why: str = "asked to") -> None:
@@ -196,7 +193,7 @@ class Worker(Terms):
             self.turns.is_paused = True
             said = self.id, self._why, sources.held
             log.info("%s is stopping, %s; unfinished jobs: %s", *said)
-        if self._stops or self.prefetch.is_too_much(len(self.executor.waiting)):
+        if self._stops or self.turns.is_too_much():
             self.executor.release_waiting()
         if not any(service.is_late() for service in sources.services):
             self.on_tick()
@@ -207,7 +204,7 @@ class Worker(Terms):
             return True
         if self.sources.held:
             return False
-        is_done = self.prefetch.left == 0 or (self.burst and self.sources.is_drained)
+        is_done = self.turns.left == 0 or (self.burst and self.sources.is_drained)
         return bool(self._stops) or is_done
 
     def _end(self) -> None:
