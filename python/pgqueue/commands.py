@@ -109,19 +109,10 @@ STATUSES = ("ok", "warning", "critical")  # as exit codes
 unescape = json.JSONDecoder(strict=False).decode
 
 
-def names(command: str) -> list[str]:
-    """List the arguments of a command, as the SQL function of its name calls them."""
-    arguments = COMMANDS[command][0].replace("-", "_").split()
-    return [argument.strip("_?") for argument in arguments]
-
-
 def run(conn: database.Connection, args: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     options: dict[str, Any] = vars(args)
-    if args.command == "enqueue":
-        job_id = enqueue(conn, options)
-        say_json({"id": job_id}) if args.json else print(job_id)
-    elif args.command in ("install", "upgrade"):
+    if args.command in ("install", "upgrade"):
         if args.command == "upgrade":
             did = upgrade_beside_others(conn)
         else:
@@ -153,22 +144,29 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     elif args.command == "redrive":
         redrive(conn, options)
     else:
-        places = ", ".join(f"%({name})s" for name in names(args.command))
-        query = f"select pgqueue.{args.command}({places})"
-        for value in database.execute(conn, query, options).fetchone() or ():
-            if value != "":  # of void
+        for value in call(conn, args.command, options):
+            if options.get("json"):
+                say_json({"id": value})
+            elif value != "":  # of void
                 print(printable(str(value)))
     return 0
 
 
-def enqueue(conn: database.Connection, options: dict[str, Any]) -> int:
-    """Add a job, with its payload as it was written: Python would round the numbers in it."""
-    given = [n for n in names("enqueue") if n != "json" and options[n] is not None]
-    arguments = ", ".join(f"{name} => %({name})s" for name in given)
-    ((job_id,),) = database.execute(
-        conn, f"select pgqueue.enqueue({arguments})", options
-    )
-    return int(job_id)
+def call(
+    conn: database.Connection, command: str, options: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Call the SQL function of this name with what was given.
+
+    A payload goes as it was written: Python would round the numbers in it.
+    """
+    arguments = []
+    for argument in COMMANDS[command][0].removesuffix(" --json").split():
+        name = argument.strip("-?").replace("-", "_")
+        if options[name] is not None:
+            is_option = argument.startswith("-")
+            arguments.append(f"{name} => %({name})s" if is_option else f"%({name})s")
+    query = f"select pgqueue.{command}({', '.join(arguments)})"
+    return database.execute(conn, query, options).fetchone() or ()
 
 
 def status(conn: database.Connection, as_json: bool, of: dict[str, str]) -> None:
