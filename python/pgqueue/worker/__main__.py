@@ -32,10 +32,9 @@ from pgqueue.worker.supervisor import BOTH, CANNOT, DONE, READY, Link, Superviso
 FUNCTIONS = (
     "after_failover claim claim_from complete extend finish maintain rest".split()
 )
-LATER = {"after_failover": True}  # an older version has none, and needs none
-PRIVILEGES = (
-    "select p.proname, has_function_privilege(p.oid, 'execute') from pg_proc as p"
-    " where p.pronamespace = 'pgqueue'::regnamespace and p.proname = any(%(functions)s)"
+DENIED = (
+    "select p.proname from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace"
+    " and p.proname = any(%(functions)s) and not has_function_privilege(p.oid, 'execute')"
 )
 TOGETHER = 1.0  # seconds within which the two count as one
 signals: list[int] = []  # that have arrived
@@ -202,8 +201,7 @@ def check(conninfo: str, where: str = "") -> int:
         with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
             ((installed,),) = database.execute(conn, VERSION)
             told = advice(installed)
-            rows = database.execute(conn, PRIVILEGES, {"functions": FUNCTIONS})
-            granted: dict[str, bool] = dict(rows)
+            denied = database.execute(conn, DENIED, {"functions": FUNCTIONS}).fetchall()
             ((is_read_only,),) = database.execute(conn, "show transaction_read_only")
             is_pooled = database.is_pooled(conn)
     except database.INCOMPATIBLE as error:
@@ -212,13 +210,9 @@ def check(conninfo: str, where: str = "") -> int:
     except psycopg.Error as error:
         print(f"{where}failed: {explain(error, 'worker')}")
         return 1
-    if missing := [name for name in FUNCTIONS if name not in granted | LATER]:
-        print(f"{where}pgqueue lacks {', '.join(missing)}")
-        return 3
-    if denied := [name for name, is_granted in granted.items() if not is_granted]:
-        print(
-            f"{where}not allowed: {', '.join(denied)}: pgqueue.grant_access(role, 'worker')"
-        )
+    if denied:
+        names = ", ".join(name for (name,) in denied)
+        print(f"{where}not allowed: {names}: pgqueue.grant_access(role, 'worker')")
         return 1
     if is_read_only == "on":
         print(f"{where}failed: the database is read-only, as on a standby")
