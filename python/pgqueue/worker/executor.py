@@ -21,11 +21,11 @@ from queue import SimpleQueue
 
 from pgqueue.attempt import RELEASED, Attempt, Outcome
 from pgqueue.judge import judge
-from pgqueue.policy import Middleware
 from pgqueue.running import run, run_async
 from pgqueue.worker.deadline import cut
 from pgqueue.worker.event_loop import EventLoop
 from pgqueue.worker.seldom import log, unready
+from pgqueue.worker.terms import Terms
 
 ROLLBACK = 0.2  # seconds for a cancelled handler to end its transaction, and its query
 RETURNED = "%s has returned: its slot is free"
@@ -34,22 +34,17 @@ RETURNED = "%s has returned: its slot is free"
 class Executor:
     """Starts attempts in the order given, and passes each to `on_end` when it ends."""
 
-    def __init__(
-        self,
-        concurrency: int,
-        on_end: Callable[[Attempt], None],
-        middleware: Middleware | None,
-    ) -> None:
-        self.concurrency = concurrency
+    def __init__(self, terms: Terms, on_end: Callable[[Attempt], None]) -> None:
+        self.concurrency = terms.concurrency
         self.loop = EventLoop()
         self.waiting: deque[Attempt] = deque()
         self.running: set[Attempt] = set()  # these have a slot
         self.given_up: set[Attempt] = set()  # these, too: their handlers run on
         self._error: BaseException | None = None  # what ended a thread
         self._on_end = on_end
-        self._middleware = middleware
+        self._middleware = terms.app.middleware
         self._lock = threading.Lock()  # guards the next three
-        self._free = concurrency
+        self._free = terms.concurrency
         self._threads: list[threading.Thread] = []
         self._idle_threads = 0
         self._for_threads: SimpleQueue[Attempt | None] = SimpleQueue()

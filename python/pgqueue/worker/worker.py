@@ -72,7 +72,7 @@ class Worker(Terms):
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsns = database.conninfos(self.dsn, name=session)
-        self.executor = Executor(self.concurrency, self._ended, self.app.middleware)
+        self.executor = Executor(self, self._ended)
         self.turns = Turns(self, self.executor)
         self.sources = Sources(dsns, self.turns, self._committed)
 
