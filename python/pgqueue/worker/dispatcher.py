@@ -49,7 +49,6 @@ class Dispatcher(Service):
         self._is_due = False  # something may be, by then
         self._may_claim = False
         self._has_looked = False  # in all queues
-        self._is_asleep = False
         self._lacks_slots = False
         self._again = False  # after_failover() before each claim
         self._woken, self._waker = socket.socketpair()
@@ -63,8 +62,7 @@ class Dispatcher(Service):
     def look_again(self) -> None:
         """Note that there may be something to claim; from any thread."""
         self._has_news = True
-        if self._is_asleep:
-            self.wake()
+        self.wake()
 
     def slot_freed(self) -> None:
         """Claim for a free slot, if there was none; from any thread."""
@@ -207,8 +205,6 @@ class Dispatcher(Service):
         self.succeeded()  # also if it has just connected, and wants nothing
         if self._turns.is_quick:
             time.sleep(GATHER)
-        # Before looking at _has_news: from here on, news wakes it.
-        self._is_asleep = True
         timeout = HANG if self._lacks_slots and not self._server.is_alone else 1.0
         if want > 0:
             timeout = min(timeout, self._quiet_until - time.monotonic())
@@ -223,7 +219,6 @@ class Dispatcher(Service):
                 conn.pgconn.consume_input()
                 while notify := conn.pgconn.notifies():
                     self._hear(notify.extra)
-        self._is_asleep = False
 
     def _start_listening(self, conn: database.Connection) -> bool:
         """Listen, and return whether notifications arrive."""
