@@ -30,7 +30,6 @@ class Walk:
 
     table: str
     order: tuple[str, ...]
-    types: tuple[str, ...]
     where: str = "true"
     goes_up: bool = True
 
@@ -40,7 +39,7 @@ class Walk:
         order = ", ".join(part + way for part in self.order)
         behind = "true"
         if place is not None:
-            marks = ", ".join(f"%(place{n})s::{t}" for n, t in enumerate(self.types))
+            marks = ", ".join(f"%(place{n})s" for n in range(len(place)))
             behind = f"({', '.join(self.order)}) {sign} ({marks})"
         own = ", ".join(f"({part})::text" for part in self.order)
         query = (
@@ -56,7 +55,6 @@ def each(table: str, ids: str) -> str:
     return f"(select j.* from ({ids} offset 0) as b cross join lateral ({one}) as j)"
 
 
-BY_ID = (("id",), ("bigint",))
 OF_BATCH = "select id from pgqueue.batch_jobs where batch_id = %(batch)s::bigint"
 LANE = "(priority + 1000 * num_nonnulls(group_key))"
 IN_QUEUE = "hashtext(queue) = hashtext(%(queue)s) and queue = %(queue)s"
@@ -64,33 +62,29 @@ GROUP = "hashtextextended(group_key, hashtext(queue))"
 # The first whose fields are asked for.
 LIVE_WALKS = {
     ("queue", "key"): Walk(
-        "pgqueue.job", *BY_ID, "queue = %(queue)s and unique_key = %(key)s"
+        "pgqueue.job", ("id",), "queue = %(queue)s and unique_key = %(key)s"
     ),
     ("queue", "group"): Walk(
         "pgqueue.job",
         (GROUP, "(-priority)", "run_at", "id"),
-        ("bigint", "int", "timestamptz", "bigint"),
         "group_key is not null"
         f" and {GROUP} = hashtextextended(%(group)s, hashtext(%(queue)s))",
     ),
-    ("batch",): Walk(each("pgqueue.job", OF_BATCH), *BY_ID),
-    ("leased",): Walk(each("pgqueue.job", "select id from pgqueue.running"), *BY_ID),
+    ("batch",): Walk(each("pgqueue.job", OF_BATCH), ("id",)),
+    ("leased",): Walk(each("pgqueue.job", "select id from pgqueue.running"), ("id",)),
     ("queue",): Walk(
-        "pgqueue.job",
-        ("hashtext(queue)", LANE, "run_at", "id"),
-        ("int", "int", "timestamptz", "bigint"),
-        IN_QUEUE,
+        "pgqueue.job", ("hashtext(queue)", LANE, "run_at", "id"), IN_QUEUE
     ),
-    (): Walk("pgqueue.job", *BY_ID, goes_up=False),
+    (): Walk("pgqueue.job", ("id",), goes_up=False),
 }
-BY_DEATH = ("died_at", "id"), ("timestamptz", "bigint")
-BY_KIND = ("kind", "died_at", "id"), ("text", "timestamptz", "bigint")
+BY_DEATH = ("died_at", "id")
+BY_KIND = ("kind", *BY_DEATH)
 KIND = "queue = %(queue)s and kind = %(kind)s"
 DEAD_WALKS = {
-    ("batch",): Walk(each("pgqueue.dead_job", OF_BATCH), *BY_ID),
-    ("queue", "kind"): Walk("pgqueue.dead_job", *BY_DEATH, KIND, goes_up=False),
-    ("queue",): Walk("pgqueue.dead_job", *BY_KIND, "queue = %(queue)s", goes_up=False),
-    (): Walk("pgqueue.dead_job", *BY_DEATH, goes_up=False),
+    ("batch",): Walk(each("pgqueue.dead_job", OF_BATCH), ("id",)),
+    ("queue", "kind"): Walk("pgqueue.dead_job", BY_DEATH, KIND, goes_up=False),
+    ("queue",): Walk("pgqueue.dead_job", BY_KIND, "queue = %(queue)s", goes_up=False),
+    (): Walk("pgqueue.dead_job", BY_DEATH, goes_up=False),
 }
 FILTERS = {
     "queue": "w.queue = %(queue)s",
