@@ -111,15 +111,11 @@ def whole_number(least: int, most: float = math.inf) -> Callable[[str], int]:
     """Make the reader of an argument; it raises argparse.ArgumentTypeError."""
 
     def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number"
-            ) from None
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"{number} is out of range")
-        return number
+        with contextlib.suppress(ValueError):
+            if least <= (number := int(text)) <= most:
+                return number
+            raise argparse.ArgumentTypeError(f"{text} is out of range")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
 
     return read
 
