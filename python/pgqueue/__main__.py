@@ -114,7 +114,7 @@ def ask(dsn: str, args: argparse.Namespace, failed: int, is_one: bool) -> int:
     if is_one and not args.json:
         print(f"-- {args.of['database']}", flush=True)
     try:
-        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
+        with database.connect(conninfo) as conn:
             conn.add_notice_handler(say_notice)
             try:
                 return run(conn, args)

@@ -179,6 +179,11 @@ def transaction(conn: Connection) -> AbstractContextManager[Any]:
     return conn.transaction() if conn.prepare_threshold is None else nullcontext()
 
 
+def connect(conninfo: str) -> Connection:
+    """Connect for a command, also through a pooler."""
+    return psycopg.connect(conninfo, autocommit=True, prepare_threshold=None)
+
+
 def execute(
     conn: Connection, query: str, params: Mapping[str, Any] | None = None
 ) -> psycopg.Cursor[TupleRow]:

@@ -137,8 +137,9 @@ class Shards:
             found = source.execute(DEPART, asked).fetchall()
             parts = [p for *_, state, some in found if state == "free" for p in some]
             if parts:
-                tell(target, "select pgqueue._expect(%(parts)s)", parts=parts)
-                source.execute("select pgqueue._departed(%s)", (Jsonb(parts),))
+                gone = {"parts": Jsonb(parts)}
+                database.execute(target, "select pgqueue._expect(%(parts)s)", gone)
+                source.execute("select pgqueue._departed(%(parts)s)", gone)
             for kind, queue, key, state, _ in found:
                 if kind == "group" and state != "free":
                     how = PAUSE_GROUP if state == "busy" else RESUME_GROUP
@@ -154,11 +155,7 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
     """Move until nothing is left or that many seconds are over; return the exit code."""
     with ExitStack() as stack:
         conns = [
-            stack.enter_context(
-                psycopg.connect(
-                    database.conninfo(dsn), autocommit=True, prepare_threshold=None
-                )
-            )
+            stack.enter_context(database.connect(database.conninfo(dsn)))
             for dsn in dsns
         ]
         for place, conn in enumerate(conns, 1):
@@ -214,13 +211,7 @@ def ask(conn: database.Connection, query: str) -> list[Any]:
     return database.execute(conn, query).fetchall()
 
 
-def tell(
-    conn: database.Connection,
-    statement: str,
-    names: Sequence[Part] = (),
-    parts: Sequence[object] = (),
-) -> None:
+def tell(conn: database.Connection, statement: str, names: Sequence[Part] = ()) -> None:
     """Run a statement about some parts in a transaction of its own."""
     whats, keys = [what for what, _ in names], [key for _, key in names]
-    params = {"whats": whats, "keys": keys, "parts": Jsonb(list(parts))}
-    database.execute(conn, statement, params)
+    database.execute(conn, statement, {"whats": whats, "keys": keys})

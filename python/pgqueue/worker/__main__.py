@@ -198,7 +198,7 @@ def check(conninfo: str, where: str = "") -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
-        with psycopg.connect(conninfo, autocommit=True, prepare_threshold=None) as conn:
+        with database.connect(conninfo) as conn:
             ((installed,),) = database.execute(conn, VERSION)
             told = advice(installed)
             denied = database.execute(conn, DENIED, {"functions": FUNCTIONS}).fetchall()
