@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Collection, Iterable, Sequence
+from itertools import dropwhile
 from types import ModuleType
 from typing import Any
 
@@ -135,7 +136,7 @@ def shares(text: str) -> dict[str, Share]:
     belong to the name. So `tenant:42=1` is the queue tenant:42.
     """
     found, small = {}, whole_number(1, 999_999)
-    for item in filter(None, (part.strip() for part in text.split(","))):
+    for item in listed(text):
         limit = re.search(r":([-+]?\d+)$", item)
         name, has_weight, weight = item[: limit and limit.start()].rpartition("=")
         try:
@@ -209,8 +210,5 @@ def _traceback(error: BaseException) -> str:
     """Show where it happened, without the frames before the application's module."""
     shown = traceback.TracebackException.from_exception(error)
     ours = ("<frozen importlib", __file__, importlib.__file__)
-    for frame in list(shown.stack):
-        if not frame.filename.startswith(ours):
-            break
-        shown.stack.remove(frame)
+    shown.stack[:] = dropwhile(lambda f: f.filename.startswith(ours), shown.stack)
     return "".join(shown.format()).rstrip()
