@@ -15,7 +15,7 @@ import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from queue import SimpleQueue
 
@@ -32,16 +32,15 @@ RETURNED = "%s has returned: its slot is free"
 
 
 class Executor:
-    """Starts attempts in the order given, and passes each to `on_end` when it ends."""
+    """Starts attempts in the order given, and passes each to its finisher when it ends."""
 
-    def __init__(self, terms: Terms, on_end: Callable[[Attempt], None]) -> None:
+    def __init__(self, terms: Terms) -> None:
         self.concurrency = terms.concurrency
         self.loop = EventLoop()
         self.waiting: deque[Attempt] = deque()
         self.running: set[Attempt] = set()  # these have a slot
         self.given_up: set[Attempt] = set()  # these, too: their handlers run on
         self._error: BaseException | None = None  # what ended a thread
-        self._on_end = on_end
         self._middleware = terms.app.middleware
         self._lock = threading.Lock()  # guards the next three
         self._free = terms.concurrency
@@ -66,7 +65,8 @@ class Executor:
         """Leave to other workers what has not started."""
         with contextlib.suppress(IndexError):
             while True:
-                self._on_end(self.waiting.popleft())
+                attempt = self.waiting.popleft()
+                attempt.source.finisher.put(attempt)
 
     def end(
         self,
@@ -94,7 +94,7 @@ class Executor:
         attempt.outcome = outcome if attempt.started else RELEASED
         if runs_on and not rolls_back:
             cut(attempt.connection)
-        self._on_end(attempt)
+        attempt.source.finisher.put(attempt)
         return True
 
     def give_up_all(self, outcome: Outcome) -> None:

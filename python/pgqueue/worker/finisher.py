@@ -48,6 +48,7 @@ class Finisher(Service):
         if outcome.error is not None and outcome.name in ("complete", "none"):
             warn(attempt, outcome.error)
         self._ended.put(attempt)
+        self._turns.slot_freed()
 
     def wake(self) -> None:
         self._ended.put(None)

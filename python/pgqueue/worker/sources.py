@@ -71,14 +71,6 @@ class Sources:
         """List the errors of those on which waiting may have no effect."""
         return [d.refusal for d in self.dispatchers if d.refusal]
 
-    def slot_freed(self) -> None:
-        for dispatcher in self.dispatchers:
-            dispatcher.slot_freed()
-
-    def look_again(self) -> None:
-        for dispatcher in self.dispatchers:
-            dispatcher.look_again()
-
     def tidy(self, is_last: bool = False) -> None:
         """Say how many quick jobs there were, and close sessions that idle."""
         for source in self._all:

@@ -38,6 +38,7 @@ class Member(Protocol):
     def answers(self, seconds: float) -> bool: ...
     def is_hungry(self) -> bool: ...
     def slot_freed(self) -> None: ...
+    def look_again(self) -> None: ...
 
 
 class Turns:
@@ -75,9 +76,15 @@ class Turns:
     def settle(self, own: Member) -> None:
         """Leave what it did not need of its share to the others."""
         own.asked = 0
+        self.slot_freed()
+
+    def slot_freed(self) -> None:
         for member in self.members:
-            if member is not own:
-                member.slot_freed()
+            member.slot_freed()
+
+    def look_again(self) -> None:
+        for member in self.members:
+            member.look_again()
 
     @property
     def is_quick(self) -> bool:

@@ -72,7 +72,7 @@ class Worker(Terms):
         # As the view workers expects.
         session = f"pgqueue {re.sub('[^ -~]', '?', self.id[-55:])}"
         dsns = database.conninfos(self.dsn, name=session)
-        self.executor = Executor(self, self._ended)
+        self.executor = Executor(self)
         self.turns = Turns(self, self.executor)
         self.sources = Sources(dsns, self.turns, self._committed)
 
@@ -160,22 +160,17 @@ class Worker(Terms):
 
         return self.executor.loop.call(hooks, has_time)
 
-    # What the executor and the finisher call
-
-    def _ended(self, attempt: Attempt) -> None:
-        attempt.source.finisher.put(attempt)
-        self.sources.slot_freed()
-
     def _committed(self, attempts: list[Attempt], statuses: set[str]) -> None:
+        """Go on from what a finisher has reported; it calls this in its thread."""
         self.on_commit()
-        sources = self.sources
+        turns = self.turns
         if self.burst:
-            sources.look_again()  # for what their handlers have enqueued
+            turns.look_again()  # for what their handlers have enqueued
         attempts[0].source.heartbeat.held.difference_update(attempts)
-        if self.turns.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
-            sources.look_again()
-        sources.slot_freed()
-        if self._stops and not sources.held:
+        if turns.has_limits or not MAY_BE_DUE.isdisjoint(statuses):
+            turns.look_again()
+        turns.slot_freed()
+        if self._stops and not self.sources.held:
             self._tick.put(None)  # it may have been the last
 
     # Supervision
