@@ -1,8 +1,8 @@
-"""How many jobs to claim, and of which queues: for the free slots, and ahead of them if jobs are quick.
+"""How many jobs to claim, and of which queues: for the free slots, and ahead if jobs are quick.
 
-The databases of a worker share its slots, by which of them have something due. Each has a dispatcher,
-which asks here before it claims. Nobody waits for one whose server does not answer: soon, the jobs that
-it has asked for no longer count.
+The databases of a worker share its slots, by which of them have something due. Each has a
+dispatcher, which asks here before it claims. Nobody waits for one whose server does not answer:
+soon, the jobs that it has asked for no longer count.
 
 No job is claimed ahead on its last attempt: if the worker were killed, it would die unrun.
 """
