@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -288,36 +289,31 @@ def queue(reading: Reading) -> Page:
         )
     # Without statistics, Postgres would make a bitmap of all its jobs to find the first.
     reading.conn.execute("set local enable_bitmapscan = off")
-    context = {
-        part: reading.rows(query, queue=name)
-        for part, query in {
-            "kinds": KINDS,
-            "waiting": WAITING_KINDS,
-            "pauses": PAUSES,
-            "groups": GROUPS,
-            "jobs": JOBS,
-            "failures": FAILURES,
-            "settings": SETTINGS,
-        }.items()
-    }
+    rows = partial(reading.rows, queue=name)
     span = SPANS.get(reading.asked.get("span", ""), SPANS["hour"])
     # Also the kinds that are waiting, and of which no job has run yet.
-    jobs = {row["kind"]: row["jobs"] for row in context.pop("waiting")}
-    ran = {row["kind"] for row in context["kinds"]}
-    context["kinds"] += [NO_RUNS | {"kind": kind} for kind in jobs if kind not in ran]
-    own = [row for row in context["pauses"] if row["queue"] == name]
+    kinds, waiting = rows(KINDS), {r["kind"]: r["jobs"] for r in rows(WAITING_KINDS)}
+    ran = {row["kind"] for row in kinds}
+    kinds += [NO_RUNS | {"kind": kind} for kind in waiting if kind not in ran]
+    pauses = rows(PAUSES)
+    own = [row for row in pauses if row["queue"] == name]
     return Page(
         "queue.html",
         {
             "queue": found,
-            "waiting": jobs,
+            "kinds": kinds,
+            "waiting": waiting,
+            "pauses": pauses,
+            "groups": rows(GROUPS),
+            "jobs": rows(JOBS),
+            "failures": rows(FAILURES),
+            "settings": rows(SETTINGS),
             "spans": SPANS,
             "span": span,
             "axis": span.axis(reading.rights["now"]),
-            "slots": reading.rows(span.query, queue=name, slots=span.slots),
+            "slots": rows(span.query, slots=span.slots),
             "paused_kinds": {r["kind"] for r in own if r["group_key"] is None},
             "paused_groups": {r["group_key"] for r in own if r["kind"] is None},
-            **context,
         },
     )
 

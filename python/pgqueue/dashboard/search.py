@@ -166,14 +166,13 @@ def page(reading: Reading) -> Page:
             shown["next"] = urlencode(given_too | place)
         shown["is_first"] = "from" not in reading.asked
         # What redrive, discard_many and cancel_many can do to all of them.
-        is_known = given.keys() <= {"queue", "kind", "error"}
         is_one = asked["state"] == "dead" or (asked["state"] == "" and given)
-        is_all = is_known and is_one
-        shown["of"] = is_all and {
-            "queue": given.get("queue"),
-            "kind": given.get("kind"),
-            "error_like": given.get("error"),
-        }
+        if is_one and given.keys() <= {"queue", "kind", "error"}:
+            shown["of"] = {
+                "queue": given.get("queue"),
+                "kind": given.get("kind"),
+                "error_like": given.get("error"),
+            }
     return Page("jobs.html", shown, is_live=False)
 
 
