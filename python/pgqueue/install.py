@@ -69,22 +69,16 @@ def advice(installed: str) -> str | None:
     return what
 
 
-def differs(conn: psycopg.Connection[Any]) -> str | None:
-    """Give this advice about a database, outside a transaction; None if it does not answer."""
-    try:
-        installed = found(conn, INSTALLED)
-        return advice(installed) if installed else None
-    except TooOld as error:
-        return str(error)
-    except psycopg.Error:  # not there, or not allowed
-        return None
-
-
 def say_what_is_missing(conn: psycopg.Connection[Any], error: psycopg.Error) -> int:
     """Say what a command needs in the database of this connection; return its exit code."""
     where = f"{conn.info.dbname} on {conn.info.host}"
     say(f"install or update the extension in {where}: {explain(error)}")
-    if told := differs(conn):
+    try:
+        installed = found(conn, INSTALLED)
+        told = installed and advice(installed)
+    except psycopg.Error as error:  # else it is not there, or not allowed
+        told = str(error) if isinstance(error, TooOld) else None
+    if told:
         say(told)
     return 3
 
