@@ -23,6 +23,31 @@ def test_others_see_the_progress_of_a_handler_while_it_runs(db, workers) -> None
     wait_until(lambda: outcomes(db) == {"completed": 2})
 
 
+def test_progress_is_told_again_if_its_session_ends_before_it_has_arrived(
+    db, workers
+) -> None:
+    db.execute(
+        "create function wait() returns trigger language plpgsql as"
+        " 'begin perform pg_advisory_xact_lock_shared(1); return new; end';"
+        "create trigger wait before update of progress on pgqueue.job for each row"
+        " when (new.progress is not null) execute function wait();"
+        "select pg_advisory_lock(1)"
+    )
+    job = pgqueue.enqueue(db, QUEUE, {"numbers": [1.5], "total": 2}, kind="tells")
+    workers.start("--lease", NOW_AND_THEN)
+    ended = (
+        "select count(pg_terminate_backend(pid)) from pg_locks"
+        " where locktype = 'advisory' and not granted and database ="
+        " (select oid from pg_database where datname = current_database())"
+    )
+    wait_until(lambda: one(db, ended) > 0)
+    db.execute("select pg_advisory_unlock(1)")
+    told = (1.5, 2, "now \\0 1.5")
+    wait_until(lambda: db.execute(PROGRESS, (job,)).fetchone() == told)
+    workers.let_go()
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+
+
 def test_progress_that_is_refused_is_logged_and_that_of_a_lost_job_spoils_nothing(
     db, workers
 ) -> None:

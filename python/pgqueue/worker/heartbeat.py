@@ -165,8 +165,12 @@ class Heartbeat(Service):
                 told.append(self._told.pop())  # before its progress is read
         # What has ended meanwhile no longer has a row.
         told = [attempt for attempt in told if attempt in self.held]
-        with self._lock:
-            protocol.one_by_one(partial(protocol.progress, conn), told, drop)
+        try:
+            with self._lock:
+                protocol.one_by_one(partial(protocol.progress, conn), told, drop)
+        except psycopg.Error:
+            self._told.update(told)  # for the next connection
+            raise
 
 
 def drop(attempt: Attempt, error: psycopg.Error) -> None:
