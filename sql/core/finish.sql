@@ -411,8 +411,8 @@ begin
             from pgqueue.complete_many(given.ids, given.tokens, given.results) as c (id);
         elsif given.verb = 'suspend' then
             return query
-            select s.job_id, given.tokens[array_position(given.ids, s.job_id)], s.status
-            from pgqueue._suspend(given.picks, given.terms, moment) as s;
+            select s.id, s.token, pgqueue._suspend(s.id, s.token, s.event, s.run_at, s.after, s.step, moment)
+            from unnest(given.ids, given.tokens, given.terms) as s (id, token, event, run_at, after, step);
         else
             return query
             select e.job_id, given.tokens[array_position(given.ids, e.job_id)], e.status

@@ -15,134 +15,104 @@
 -- see which session to notify. So an emit counts as "in flight" until its transaction ends, like an enqueue, with
 -- a key of its own: see module wake.
 
--- Suspends some locked jobs, each on its terms. Returns suspended for each, or cancelled if an operator had asked
--- it to stop.
-create or replace function pgqueue._suspend(picks tid[], terms pgqueue._suspension[], moment timestamptz)
-    returns table (job_id bigint, status text)
-    language plpgsql
-    set plan_cache_mode = force_generic_plan
-    set enable_tidscan = on
-as $$
-declare
-    ids bigint[] := array(
-        -- Not a join, which might read all jobs.
-        select (select j.id from pgqueue.job as j where j.ctid = p.place)
-        from unnest(picks) with ordinality as p (place, nth)
-        order by p.nth
-    );
-    suspended bigint[];
-    over bigint[];
-    given record;
-begin
-    suspended := array(
-        select e.job_id
-        from pgqueue._end_attempts(
-            picks, array_fill('release'::text, array[cardinality(picks)]), null,
-            array(
-                select coalesce(t.run_at, 'infinity')
-                from unnest(terms) with ordinality as t (event, run_at, after, step, nth)
-                order by t.nth
-            ),
-            moment
-        ) as e
-        where e.status = 'released'
-    );
-    if pg_relation_size('pgqueue.dependency') > 0 then
-        perform pgqueue._drop_ties(suspended);
-    end if;
-    insert into pgqueue.wait (job_id, since, event, step)
-    select t.id, _suspend.moment, t.event, t.step
-    from unnest(ids, terms) as t (id, event, run_at, after, step)
-    where t.id = any (suspended);
-    over := array(
-        select t.id
-        from unnest(ids, terms) as t (id, event, run_at, after, step)
-        where t.id = any (suspended)
-            and exists (select from pgqueue.event as e where e.name = t.event collate "default" offset 0)
-        order by t.id
-    );
-    for given in
-        select t.*
-        from unnest(ids, terms) as t (id, event, run_at, after, step)
-        where t.after is not null and t.id = any (suspended)
-    loop
-        update pgqueue.job as j
-        set terms = row(
-                (j.terms).expires_at, null, (j.terms).batch_id,
-                array(select unnest((j.terms).after) union select unnest(given.after) order by 1)
-            )
-        where j.id = given.id;
-        if given.id <> all (over) then
-            perform pgqueue._wait_for(given.id, given.after, 'run');
-        end if;
-    end loop;
-    if over <> '{}' then
-        perform pgqueue._free(over);
-    end if;
-    perform pgqueue._leave_loose_ends(array_agg(t.id), 'wait', interval '200 milliseconds')
-    from unnest(ids, terms) as t (id, event, run_at, after, step)
-    where t.id = any (suspended) and t.id <> all (over) and t.event is not null
-    having count(*) > 0;
-    perform
-        pgqueue._mark(bit_or(pgqueue._settings_bits(j.queue)), 'pgqueue.awaited_seq'), pgqueue._look_from_now_on()
-    from pgqueue.job as j
-    where j.id = any (suspended);
-    return query select u.id, case when u.id = any (suspended) then 'suspended' else 'cancelled' end from unnest(ids) as u (id);
-end;
-$$;
-
--- Records the wait of a job that is no longer due: the rest of suspend in its plain case. Relies on the planner
--- settings of suspend.
-create or replace function pgqueue._begin_wait(
-    job_id bigint, event text, run_at timestamptz, step text, queue text, priority int, awaited bigint,
-    moment timestamptz
+-- Suspends a job, if its lease is held; the terms have been checked. Returns suspended, or cancelled if an operator
+-- had asked it to stop; null if the lease is lost. Relies on the planner settings of suspend and _finish_each.
+create or replace function pgqueue._suspend(
+    job_id bigint, token bigint, event text, run_at timestamptz, after bigint[], step text, moment timestamptz
 )
-    returns void
+    returns text
     language plpgsql
 as $$
 declare
+    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
+    picks tid[];
+    outcome text;
     look_at bigint;
+    -- Not a record, since reading one costs time even when it is null.
+    job_queue text;
+    job_priority int;
 begin
+    -- The plain case, for an event or a moment and without a group, a cap or an error, for a fifth of the cost.
+    if after is null and awaited >= 0 then
+        -- As in _end.
+        update pgqueue.job as j
+        set run_at = coalesce(_suspend.run_at, 'infinity'),
+            attempt = j.attempt - 1,
+            token = null,
+            claimed_at = null,
+            lease_expires_at = null,
+            worker = null,
+            progress = null
+        where j.id = _suspend.job_id and j.token = _suspend.token
+            and num_nonnulls(j.cancelled_at, j.permits, j.group_key) = 0 and j.errors = '[]'
+        returning j.queue, j.priority into job_queue, job_priority;
+    end if;
+    if job_queue is null then
+        picks := pgqueue._lock_held(array[_suspend.job_id], array[_suspend.token]);
+        if picks = '{}' then
+            return null;
+        end if;
+        outcome := (
+            select e.status
+            from pgqueue._end_attempts(
+                picks, '{release}', null, array[coalesce(_suspend.run_at, 'infinity')], _suspend.moment
+            ) as e
+        );
+        if outcome = 'cancelled' then
+            return outcome;
+        end if;
+        job_queue := (select j.queue from pgqueue.job as j where j.id = _suspend.job_id);
+    end if;
+
     insert into pgqueue.wait (job_id, since, event, step)
-    values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step)
+    values (_suspend.job_id, _suspend.moment, _suspend.event, _suspend.step)
     on conflict do nothing;
     if not found then
         -- It has an older wait: the job ran because its run_at had come.
-        perform pgqueue._end_waits(array[_begin_wait.job_id]);
+        perform pgqueue._end_waits(array[_suspend.job_id]);
         insert into pgqueue.wait (job_id, since, event, step)
-        values (_begin_wait.job_id, _begin_wait.moment, _begin_wait.event, _begin_wait.step);
+        values (_suspend.job_id, _suspend.moment, _suspend.event, _suspend.step);
     elsif pg_relation_size('pgqueue.dependency') > 0 then
-        perform from pgqueue.dependency as d where d.waiter_id = _begin_wait.job_id limit 1;
+        perform from pgqueue.dependency as d where d.waiter_id = _suspend.job_id limit 1;
         if found then
-            perform pgqueue._drop_ties(array[_begin_wait.job_id]);
+            perform pgqueue._drop_ties(array[_suspend.job_id]);
         end if;
     end if;
     -- From now on the ends of this queue's jobs look for waits, and claims look around.
-    if awaited >> (hashtext(_begin_wait.queue) & 255) % 63 & 1 = 0 then
-        perform pgqueue._mark(pgqueue._settings_bits(_begin_wait.queue), 'pgqueue.awaited_seq');
+    if awaited >> (hashtext(job_queue) & 255) % 63 & 1 = 0 then
+        perform pgqueue._mark(pgqueue._settings_bits(job_queue), 'pgqueue.awaited_seq');
     end if;
     if (pg_sequence_last_value('pgqueue.used_seq') < 0) is not true then
         perform pgqueue._look_from_now_on();
     end if;
-    if _begin_wait.run_at is not null then
-        perform pgqueue._reopened(
-            array[_begin_wait.queue], array[_begin_wait.priority], array[null::text], array[_begin_wait.run_at]
-        );
+    if _suspend.run_at is not null and outcome is null then
+        perform pgqueue._reopened(array[job_queue], array[job_priority], array[null::text], array[_suspend.run_at]);
     end if;
-    if _begin_wait.event is not null then
-        perform from pgqueue.event as e where e.name = _begin_wait.event collate "default";
+    if after is not null then
+        update pgqueue.job as j
+        set terms = row(
+                (j.terms).expires_at, null, (j.terms).batch_id,
+                array(select unnest((j.terms).after) union select unnest(_suspend.after) order by 1)
+            )
+        where j.id = _suspend.job_id;
+    end if;
+    if _suspend.event is not null then
+        perform from pgqueue.event as e where e.name = _suspend.event collate "default";
         if found then
-            perform pgqueue._free(array[_begin_wait.job_id]);
-        else
-            insert into pgqueue.loose_end (look_at, id, what)
-            values (_begin_wait.moment, _begin_wait.job_id, 'wait');
-            -- As in _leave_loose_ends, but only after 200 ms: there is nothing to find unless an emit was open.
-            look_at := (date_part('epoch', _begin_wait.moment) * 1000000)::bigint - 1577836799800000;
-            if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
-                perform setval('pgqueue._cell_due', look_at);
-            end if;
+            perform pgqueue._free(array[_suspend.job_id]);
+            return 'suspended';
+        end if;
+        insert into pgqueue.loose_end (look_at, id, what) values (_suspend.moment, _suspend.job_id, 'wait');
+        -- As in _leave_loose_ends, but only after 200 ms: there is nothing to find unless an emit was open.
+        look_at := (date_part('epoch', _suspend.moment) * 1000000)::bigint - 1577836799800000;
+        if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
+            perform setval('pgqueue._cell_due', look_at);
         end if;
     end if;
+    if after is not null then
+        perform pgqueue._wait_for(_suspend.job_id, after, 'run');
+    end if;
+    return 'suspended';
 end;
 $$;
 
@@ -161,58 +131,22 @@ create or replace function pgqueue.suspend(
     set enable_seqscan = off
 as $$
 declare
-    moment timestamptz := clock_timestamp();
-    awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
-    is_plain boolean;
     refused boolean;
-    picks tid[];
-    -- Not a record, since reading one costs time even when it is null.
-    job_queue text;
-    job_priority int;
 begin
-    -- The plain call, for an event or a moment and without a group, a cap or an error, is inlined, for a fifth of
-    -- the cost. For an event alone most checks are left out.
-    is_plain := octet_length(event) <@ int4range '[1,200]' and num_nonnulls(run_at, after, step) = 0 and awaited >= 0
-        and current_setting('transaction_isolation') = 'read committed';
-    if is_plain is not true then
-        is_plain := after is null and awaited >= 0 and current_setting('transaction_isolation') = 'read committed'
-            and coalesce(octet_length(event) between 1 and 200, run_at is not null)
-            and coalesce(run_at between '1970-01-01' and '9998-12-31', true)
-            and coalesce(octet_length(step) between 1 and 200, true);
-        if is_plain is not true then
-            refused := pgqueue._refuse(coalesce(
-                pgqueue._check_isolation(),
-                pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after, suspend.step)
-            ));
-        end if;
+    -- For an event alone most checks are left out, which saves a tenth.
+    if current_setting('transaction_isolation') <> 'read committed'
+        or (octet_length(event) <@ int4range '[1,200]') is not true or num_nonnulls(run_at, after, step) > 0
+    then
+        refused := pgqueue._refuse(coalesce(
+            pgqueue._check_isolation(),
+            pgqueue._check_suspension(suspend.job_id, suspend.event, suspend.run_at, after, suspend.step)
+        ));
     end if;
-    if is_plain then
-        -- As in _end.
-        update pgqueue.job as j
-        set run_at = coalesce(suspend.run_at, 'infinity'),
-            attempt = j.attempt - 1,
-            token = null,
-            claimed_at = null,
-            lease_expires_at = null,
-            worker = null,
-            progress = null
-        where j.id = suspend.job_id and j.token = suspend.token
-            and num_nonnulls(j.cancelled_at, j.permits, j.group_key) = 0 and j.errors = '[]'
-        returning j.queue, j.priority into job_queue, job_priority;
-        if found then
-            perform pgqueue._begin_wait(
-                suspend.job_id, suspend.event, suspend.run_at, suspend.step, job_queue, job_priority, awaited, moment
-            );
-            return;
-        end if;
-    end if;
-    picks := pgqueue._lock_held(array[suspend.job_id], array[suspend.token]);
-    if picks = '{}' then
+    if pgqueue._suspend(
+        suspend.job_id, suspend.token, suspend.event, suspend.run_at, after, suspend.step, clock_timestamp()
+    ) is null then
         refused := pgqueue._refuse(pgqueue._lost(suspend.job_id, suspend.token));
     end if;
-    perform pgqueue._suspend(
-        picks, array[row(suspend.event, suspend.run_at, after, suspend.step)::pgqueue._suspension], moment
-    );
 end;
 $$;
 
