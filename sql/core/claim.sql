@@ -153,8 +153,7 @@ begin
     -- A session that sets a limit waits 20 ms, then counts what claims have locked. A slower claim would
     -- not be counted, so it takes nothing.
     if clock_timestamp() > moment + interval '15 milliseconds' then
-        if pgqueue._is_overtaken(queue, settings, moment) then
-            perform pgqueue._undo_pick(queue, kinds, paused, picks, own_permits, new_token);
+        if pgqueue._undo_if_overtaken(queue, kinds, paused, settings, moment, picks, own_permits, new_token) then
             return;
         end if;
     end if;

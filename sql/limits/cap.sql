@@ -240,7 +240,7 @@ begin
     end loop;
     -- Touch the rows: a claim checks the lock only if its queue's row is missing or locked by a change.
     update pgqueue.queue_in_force as f set queue = f.queue where f.queue = coalesce(_hold_off_claims.queue, f.queue);
-    -- The cell comes last: a claim that began before it may go by the old limits, and asks _is_overtaken.
+    -- The cell comes last: a claim that began before it may go by the old limits: see _undo_if_overtaken.
     perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
     perform pg_sleep(0.02);
 end;
@@ -264,42 +264,36 @@ begin
 end;
 $$;
 
--- Whether a limit of a queue has been set, or is being set, since a claim began (at this moment, with these
--- settings): then what it has locked may not have been counted.
-create or replace function pgqueue._is_overtaken(queue text, settings pgqueue.queue_in_force, moment timestamptz)
+-- If a limit of a queue has been set, or is being set, since a claim began (at this moment, with these settings),
+-- what it has locked may not have been counted: gives the jobs back, even if already leased under its token, and
+-- their permits. Returns whether it has. Relies on the planner settings of claim.
+create or replace function pgqueue._undo_if_overtaken(
+    queue text, kinds text[], paused jsonb, settings pgqueue.queue_in_force, moment timestamptz, picks tid[], permits tid[],
+    new_token bigint
+)
     returns boolean
     language plpgsql
 as $$
+declare
+    ids bigint[];
 begin
     if (
         pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment + interval '5 seconds')
     ) is not true then
         return false;
-    end if;
     -- About limits of single groups, these settings only say that there are some.
-    if settings.has_groups or pgqueue._is_held_off(queue, moment) then
-        return true;
+    elsif settings.has_groups is not true and not pgqueue._is_held_off(queue, moment) then
+        -- A statement of its own, so that it sees a change that was committed just before the check above.
+        if coalesce(settings, pgqueue._defaults()) is not distinct from pgqueue._in_force(queue) then
+            return false;
+        end if;
     end if;
-    -- A statement of its own, so that it sees a change that was committed just before the check above.
-    return coalesce(settings, pgqueue._defaults()) is distinct from pgqueue._in_force(queue);
-end;
-$$;
-
--- Gives back what a claim has picked: the jobs, even if already leased under its token, and their permits.
--- Relies on the planner settings of claim.
-create or replace function pgqueue._undo_pick(
-    queue text, kinds text[], paused jsonb, picks tid[], permits tid[], new_token bigint
-)
-    returns void
-    language plpgsql
-as $$
-declare
-    ids bigint[] := array(select j.id from pgqueue.job as j where j.ctid = any (picks));
-begin
+    ids := array(select j.id from pgqueue.job as j where j.ctid = any (picks));
     update pgqueue.job as j
     set token = null, lease_expires_at = null
     where j.ctid = any (picks) and j.token = new_token;
     perform pgqueue._put_back(queue, kinds, paused, ids, permits);
+    return true;
 end;
 $$;
 
