@@ -591,16 +591,19 @@ begin
 end;
 $$;
 
--- One of these jobs that can never end before this one, because it waits for it, directly or through others, and for
--- nothing else. It looks at 1,000 jobs. Relies on the planner settings of its callers.
-create or replace function pgqueue._waits_in_turn(job_id bigint, after bigint[])
-    returns bigint
+-- Refuses terms that suspend cannot take. Relies on the planner settings of its callers.
+create or replace function pgqueue._check_suspension(
+    job_id bigint, event text, run_at timestamptz, after bigint[], step text
+)
+    returns text[]
     language plpgsql
 as $$
-begin
-    return (
+declare
+    -- One of the jobs in after that can never end before this one, because it waits for it, directly or through
+    -- others, and for nothing else. It looks at 1,000 jobs.
+    in_turn bigint := case when num_nonnulls(event, run_at) = 0 then (
         with recursive waiter (id) as (
-            select _waits_in_turn.job_id
+            select _check_suspension.job_id
             union
             select n.waiter_id
             from waiter as w
@@ -620,19 +623,7 @@ begin
             ) as n
         )
         select w.id from (select w.id from waiter as w limit 1000) as w where w.id = any (after) limit 1
-    );
-end;
-$$;
-
--- Refuses terms that suspend cannot take.
-create or replace function pgqueue._check_suspension(
-    job_id bigint, event text, run_at timestamptz, after bigint[], step text
-)
-    returns text[]
-    language plpgsql
-as $$
-declare
-    in_turn bigint := case when num_nonnulls(event, run_at) = 0 then pgqueue._waits_in_turn(job_id, after) end;
+    ) end;
 begin
     return case
         when num_nonnulls(event, run_at, after) = 0 then array[

@@ -325,27 +325,6 @@ begin
 end;
 $$;
 
--- Parses the terms of a suspension from JSON; run_at is the default. problem says what is wrong with them, if
--- anything.
-create or replace function pgqueue._to_suspension(
-    job_id bigint, said text, run_at timestamptz, out terms pgqueue._suspension, out problem text
-)
-    language plpgsql
-as $$
-begin
-    terms := jsonb_populate_record(row(null, run_at, null, null)::pgqueue._suspension, said::jsonb);
-    problem := coalesce(
-        (pgqueue._check_suspension(job_id, terms.event, terms.run_at, terms.after, terms.step))[1],
-        -- Without this, one whose time limit has the wrong name waits for ever.
-        case when said::jsonb - '{event,run_at,after,step}'::text[] <> '{}'
-            then 'the terms of a suspension are event, run_at, after and step'
-        end
-    );
-exception when data_exception or program_limit_exceeded then
-    problem := 'it cannot be suspended on these terms: ' || sqlerrm;
-end;
-$$;
-
 -- finish for those jobs whose lease is held; the rows come in any order.
 create or replace function pgqueue._finish_each(
     job_ids bigint[], tokens bigint[], outcomes text[], texts text[], delays interval[]
@@ -360,6 +339,7 @@ declare
     picks tid[] := pgqueue._lock_held(job_ids, tokens);
     results jsonb[];
     problems text[];
+    said pgqueue._suspension;
     terms pgqueue._suspension[];
     given record;
 begin
@@ -373,9 +353,21 @@ begin
         terms := array_fill(null::pgqueue._suspension, array[cardinality(outcomes)]);
         for place in 1 .. cardinality(outcomes) loop
             continue when outcomes[place] <> 'suspend';
-            given := pgqueue._to_suspension(job_ids[place], texts[place], moment + delays[place]);
-            terms[place] := given.terms;
-            problems[place] := given.problem;
+            begin
+                said := jsonb_populate_record(
+                    row(null, moment + delays[place], null, null)::pgqueue._suspension, texts[place]::jsonb
+                );
+                terms[place] := said;
+                problems[place] := coalesce(
+                    (pgqueue._check_suspension(job_ids[place], said.event, said.run_at, said.after, said.step))[1],
+                    -- Without this, one whose time limit has the wrong name waits for ever.
+                    case when texts[place]::jsonb - '{event,run_at,after,step}'::text[] <> '{}'
+                        then 'the terms of a suspension are event, run_at, after and step'
+                    end
+                );
+            exception when data_exception or program_limit_exceeded then
+                problems[place] := 'it cannot be suspended on these terms: ' || sqlerrm;
+            end;
         end loop;
     end if;
 
