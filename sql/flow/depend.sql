@@ -22,10 +22,10 @@
 --
 -- An xmax equal to xmin also means untouched: a claim locks a job first, and that leaves it in the new version.
 
--- Once this has committed, makes other sessions look soon at the ties of jobs that have ended (what: ended), or
--- that may have ended while another was enqueued after them (new, less urgent), or at batches (batch). These are
--- hints: the sweep gets there as well. The others are not: an event, by its hash (event), and jobs that wait for
--- one (wait), see module event.
+-- Once this has committed, makes other sessions look soon at the ties of jobs (null: none) that have ended (what:
+-- ended), or that may have ended while another was enqueued after them (new, less urgent), or at batches (batch).
+-- These are hints: the sweep gets there as well. The others are not: an event, by its hash (event), and jobs that
+-- wait for one (wait), see module event.
 create or replace function pgqueue._leave_loose_ends(ids bigint[], what text, delay interval default '0')
     returns void
     language plpgsql
@@ -34,7 +34,7 @@ declare
     moment timestamptz := clock_timestamp() + delay;
     look_at bigint := pgqueue._since_2020(moment);
 begin
-    if what not in ('event', 'wait') and pgqueue._is_lost() then
+    if ids is null or what not in ('event', 'wait') and pgqueue._is_lost() then
         return;
     end if;
     insert into pgqueue.loose_end (look_at, id, what)
@@ -369,8 +369,7 @@ begin
         else interval '200 milliseconds'
     end)
     from (select distinct u.id from unnest(ended || cancelled || others) as u (id)) as r
-    where (select true from pgqueue.dependency as d where d.job_id = r.id limit 1)
-    having count(*) > 0;
+    where (select true from pgqueue.dependency as d where d.job_id = r.id limit 1);
     return cut;
 end;
 $$;
@@ -436,8 +435,7 @@ begin
         from unnest(living) as l (id)
         where (
             select j.xmin = pg_current_xact_id()::xid from pgqueue.job as j where j.id = l.id
-        ) is not true
-        having count(*) > 0;
+        ) is not true;
     end if;
 end;
 $$;

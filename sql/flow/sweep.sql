@@ -100,8 +100,7 @@ begin
         from unnest(picked.recent) as u (id)
         where case when (
             select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
-        ) then not pgqueue._is_left_alone(u.id) end
-        having count(*) > 0;
+        ) then not pgqueue._is_left_alone(u.id) end;
         if picked.jobs is not null then
             done := done + pgqueue._cut_ties(picked.jobs, most);
         end if;
@@ -112,14 +111,13 @@ begin
             done := done + pgqueue._look_at_waits(picked.events, picked.waits, most);
             -- Keep those that this transaction left itself. Until it commits nobody else sees them, so an emit and
             -- a suspend that each handle only their own would miss each other for good.
-            perform pgqueue._leave_loose_ends(array_agg(o.id), o.what, interval '1 second')
-            from (
-                select u.id, 'event' as what from unnest(picked.own_events) as u (id)
-                union all
-                select u.id, 'wait' from unnest(picked.own_waits) as u (id)
-                where exists (select from pgqueue.wait as w where w.job_id = u.id offset 0)
-            ) as o
-            group by o.what;
+            perform
+                pgqueue._leave_loose_ends(picked.own_events, 'event', interval '1 second'),
+                pgqueue._leave_loose_ends(array(
+                    select u.id
+                    from unnest(picked.own_waits) as u (id)
+                    where exists (select from pgqueue.wait as w where w.job_id = u.id offset 0)
+                ), 'wait', interval '1 second');
         end if;
     end if;
     if done < most then
