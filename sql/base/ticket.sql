@@ -537,13 +537,16 @@ declare
     start bigint := coalesce(
         pg_sequence_last_value('pgqueue._cell_groups_swept'::regclass), -9223372036854775808
     );
-    lanes record;
-    missed record;
+    swept record;
 begin
     select
-        array_agg(l.hash) as hashes, array_agg(l.queue) as queues, array_agg(l.group_key) as keys,
-        array_agg(l.priority) as priorities, array_agg(f.at) as ats
-    into lanes
+        array_agg(l.hash) as hashes,
+        array_agg(l.queue) filter (where t.is_missing) as queues,
+        array_agg(l.group_key) filter (where t.is_missing) as keys,
+        array_agg(l.priority) filter (where t.is_missing) as priorities,
+        array_agg(f.at) filter (where t.is_missing) as ats,
+        string_agg(t.tids, ' ') filter (where t.is_doubtful) as doubted
+    into swept
     from pgqueue._group_lanes(start, most) as l
     left join lateral (
         select greatest(j.run_at, moment) as at
@@ -552,44 +555,34 @@ begin
             and j.run_at < 'infinity' and (j.lease_expires_at is null or j.lease_expires_at <= moment)
         order by j.run_at, j.id
         limit 1
-    ) as f on true;
+    ) as f on true
+    cross join lateral (
+        select
+            f.at is not null and bool_or(t.at <= f.at or t.is_blocked and not exists (
+                select
+                from pgqueue.permit as p
+                where pgqueue._is_permit_of(p, l.queue, '', l.group_key) and p.free_at <= moment
+            )) is not true as is_missing,
+            -- If it has been due for a second, another session may keep it locked.
+            count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
+            string_agg(t.ctid::text, ' ') as tids
+        from pgqueue.ticket as t
+        where f.at is not null
+            and pgqueue._is_ticket_of(t, l.queue, l.group_key) and t.priority + 0 = l.priority
+    ) as t;
     -- Next time start with the last group again: it may have seen only some of its priorities.
-    if cardinality(lanes.hashes) = most then
-        perform setval('pgqueue._cell_groups_swept', lanes.hashes[most]);
+    if cardinality(swept.hashes) = most then
+        perform setval('pgqueue._cell_groups_swept', swept.hashes[most]);
     elsif start > -9223372036854775808 then
         perform setval('pgqueue._cell_groups_swept', -9223372036854775808);
     end if;
-    select
-        array_agg(l.queue) filter (where not t.is_known) as queues,
-        array_agg(l.key) filter (where not t.is_known) as keys,
-        array_agg(l.priority) filter (where not t.is_known) as priorities,
-        array_agg(l.at) filter (where not t.is_known) as ats,
-        array_agg(t.tids) filter (where t.is_doubtful) as doubted
-    into missed
-    from unnest(lanes.queues, lanes.keys, lanes.priorities, lanes.ats) as l (queue, key, priority, at)
-    cross join lateral (
-        select
-            coalesce(bool_or(t.at <= l.at or t.is_blocked and not exists (
-                select
-                from pgqueue.permit as p
-                where pgqueue._is_permit_of(p, l.queue, '', l.key) and p.free_at <= moment
-            )), false) as is_known,
-            -- If it has been due for a second, another session may keep it locked.
-            count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
-            array_to_string(array_agg(t.ctid), ' ') as tids
-        from pgqueue.ticket as t
-        where pgqueue._is_ticket_of(t, l.queue, l.key) and t.priority + 0 = l.priority
-    ) as t
-    where l.at is not null;
-    if missed.queues is not null then
-        insert into pgqueue.ticket (at, priority, queue, group_key)
-        select m.at, m.priority, m.queue, m.key
-        from unnest(missed.queues, missed.keys, missed.priorities, missed.ats) as m (queue, key, priority, at);
+    insert into pgqueue.ticket (at, priority, queue, group_key)
+    select m.at, m.priority, m.queue, m.key
+    from unnest(swept.queues, swept.keys, swept.priorities, swept.ats) as m (queue, key, priority, at);
+    if swept.doubted is not null then
+        perform pgqueue._drop_copies(string_to_array(swept.doubted, ' ')::tid[], moment);
     end if;
-    if missed.doubted is not null then
-        perform pgqueue._drop_copies(string_to_array(array_to_string(missed.doubted, ' '), ' ')::tid[], moment);
-    end if;
-    return array[coalesce(cardinality(lanes.hashes), 0), coalesce(cardinality(missed.queues), 0)];
+    return array[coalesce(cardinality(swept.hashes), 0), coalesce(cardinality(swept.queues), 0)];
 end;
 $$;
 
