@@ -6,43 +6,6 @@
 --   - Until a step is committed nobody can recover the job and give it to another worker, which would not see
 --     that the step was done.
 
--- What is wrong with a step that has just been saved at this place in its job (null: it had been saved before).
--- The job's row is locked, if it is leased under this token. Relies on the planner settings of save_step.
-create or replace function pgqueue._check_step(job_id bigint, token bigint, place int, value jsonb)
-    returns text[]
-    language plpgsql
-as $$
-declare
-    job record;
-    problem text[];
-begin
-    select j.queue, j.kind, j.group_key into job
-    from pgqueue.job as j
-    where j.id = _check_step.job_id and j.token = _check_step.token;
-    if not found or not pgqueue._is_own(job.queue, pgqueue._own_queues('worker')) then
-        return pgqueue._lost(job_id, token);
-    elsif place > 10000 then
-        return array[
-            'a job has at most 10000 steps',
-            format('Job %s has %s.', job_id, place - 1),
-            'Save larger steps, or let the job enqueue others.',
-            '54000'
-        ];
-    end if;
-    -- From now on the ends of this queue's jobs look for steps.
-    perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
-    problem := case when place is not null then
-        pgqueue._check_payload(value, (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes)
-    end;
-    return case when problem is not null then array[
-        'the value of the step is too large for this queue',
-        problem[2],
-        'Save only where it is, or return less from the jobs that it has waited for, or configure max_payload_bytes.',
-        problem[4]
-    ] end;
-end;
-$$;
-
 create or replace function pgqueue.save_step(job_id bigint, token bigint, name text, value jsonb default 'null')
     returns jsonb
     language plpgsql
@@ -54,6 +17,8 @@ as $$
 declare
     saved_place int;
     fold int;
+    job record;
+    problem text[];
     refused boolean;
 begin
     -- Few statements, variables and operators, because a step should not cost more than an enqueue: each operator
@@ -89,9 +54,34 @@ begin
     then
         return save_step.value;
     end if;
-    refused := pgqueue._refuse(
-        pgqueue._check_step(save_step.job_id, save_step.token, saved_place, coalesce(save_step.value, 'null'))
-    );
+    select j.queue, j.kind, j.group_key into job
+    from pgqueue.job as j
+    where j.id = save_step.job_id and j.token = save_step.token;
+    if not found or not pgqueue._is_own(job.queue, pgqueue._own_queues('worker')) then
+        problem := pgqueue._lost(save_step.job_id, save_step.token);
+    elsif saved_place > 10000 then
+        problem := array[
+            'a job has at most 10000 steps',
+            format('Job %s has %s.', save_step.job_id, saved_place - 1),
+            'Save larger steps, or let the job enqueue others.',
+            '54000'
+        ];
+    else
+        -- From now on the ends of this queue's jobs look for steps.
+        perform pgqueue._mark(pgqueue._settings_bits(job.queue), 'pgqueue.awaited_seq');
+        if saved_place is not null then
+            problem := pgqueue._check_payload(
+                coalesce(save_step.value, 'null'),
+                (pgqueue._in_force(job.queue, job.kind, job.group_key)).max_payload_bytes
+            );
+            if problem is not null then
+                problem[1] := 'the value of the step is too large for this queue';
+                problem[3] := 'Save only where it is, or return less from the jobs that it has waited for, '
+                    'or configure max_payload_bytes.';
+            end if;
+        end if;
+    end if;
+    refused := pgqueue._refuse(problem);
     return (
         select s.value
         from pgqueue.step as s
