@@ -491,6 +491,7 @@ declare
     is_far boolean;
     met record;
     terms record;
+    gives int[];
     starts timestamptz[];
     visit record;
     asked int;
@@ -563,7 +564,8 @@ begin
             continue;
         end if;
         asked := wanted - cardinality(picks);
-        terms := pgqueue._terms_of_groups(queue, met.keys, met.served, met.others, asked, shared);
+        terms := pgqueue._group_settings(queue, met.keys, shared);
+        gives := pgqueue._gives(terms.weights, terms.limits, met.served, met.others, asked);
         starts := met.starts;
         if was_none and stage not in ('new', 'last') then
             -- Earlier walks found no job at all. Where no limit holds jobs up, only new ones can be there.
@@ -574,7 +576,7 @@ begin
             );
         end if;
         visit := pgqueue._serve_groups(
-            queue, kinds, paused, lane, met.keys, terms.gives, terms.limits, terms.rates, terms.periods, terms.may_keep,
+            queue, kinds, paused, lane, met.keys, gives, terms.limits, terms.rates, terms.periods, terms.may_keep,
             starts, asked, moment, nullif(taken || picks, '{}'), is_top, new_token
         );
         new_token := visit.new_token;
@@ -604,7 +606,7 @@ begin
             -- Not past the last group, which may have more to give.
             passed_at := coalesce(met.ats[came - (cardinality(picks) >= wanted)::int], passed_at);
             perform pgqueue._settle_tickets(
-                queue, own_priority, met.tids[:came], met.keys[:came], terms.gives, terms.limits,
+                queue, own_priority, met.tids[:came], met.keys[:came], gives, terms.limits,
                 cardinality(picks) >= wanted, visit.groups, visit.run_ats, visit.short, visit.lacking, met.starts,
                 case when not is_filtered and paused is null then visit.believed_until end,
                 paused, is_filtered, nullif(taken || picks, '{}'), moment

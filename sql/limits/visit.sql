@@ -57,52 +57,24 @@ begin
 end;
 $$;
 
--- How many jobs each of some groups may give, by its weight, to a claim that wants this many and may visit so
--- many other groups later.
+-- How many jobs each of some groups may give, by its weight (null: 1 each), to a claim that wants this many and may
+-- visit so many other groups later.
 create or replace function pgqueue._gives(weights int[], limits int[], served int[], others int, wanted int)
     returns int[]
     language plpgsql
     immutable
 as $$
 declare
-    each int := ceil(wanted::float8 / (others + (select sum(coalesce(w.weight, 1)) from unnest(weights) as w (weight))));
+    each int := ceil(
+        wanted::float8
+        / (others + coalesce((select sum(coalesce(w.weight, 1)) from unnest(weights) as w (weight)), cardinality(served)))
+    );
 begin
     return array(
         select least(g.most, greatest(1, each * coalesce(g.weight, 1) - greatest(g.served, 0)))
         from unnest(served, weights, limits) with ordinality as g (served, weight, most, nth)
         order by g.nth
     );
-end;
-$$;
-
--- The terms of some groups for a claim that wants this many jobs and may visit so many other groups later: limits
--- and rates, null if none is set, and how many jobs each may give, by its weight.
-create or replace function pgqueue._terms_of_groups(
-    queue text, group_keys text[], served int[], others int, wanted int, shared pgqueue.queue_in_force,
-    out limits int[], out rates int[], out periods interval[], out may_keep boolean, out gives int[]
-)
-    language plpgsql
-as $$
-declare
-    settings record;
-begin
-    if shared.has_groups is not true then
-        may_keep := shared.group_on_retry = 'block';
-        gives := array_fill(
-            least(ceil(wanted::float8 / (cardinality(group_keys) + others)), shared.group_limit)::int,
-            array[cardinality(group_keys)]
-        );
-        if shared.group_limit is not null then
-            limits := array_fill(shared.group_limit, array[cardinality(group_keys)]);
-        end if;
-        return;
-    end if;
-    settings := pgqueue._group_settings(queue, group_keys, shared);
-    limits := settings.limits;
-    rates := settings.rates;
-    periods := settings.periods;
-    may_keep := settings.may_keep;
-    gives := pgqueue._gives(settings.weights, limits, served, others, wanted);
 end;
 $$;
 
