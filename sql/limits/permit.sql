@@ -659,43 +659,32 @@ as $$
 declare
     idle record;
     locked tid[];
-    dropped bigint;
+    dropped bigint := 0;
+    more bigint;
 begin
-    select array_agg(i.queue) as queues, array_agg(i.group_key) as keys into idle
-    from (
+    for idle in
         select p.queue, p.group_key
         from pgqueue.permit as p
         where p.group_key <> ''
         group by p.queue, p.group_key
         having (max(p.taken_at) > clock_timestamp() - interval '1 day') is not true
-            and not exists (
-                select
-                from pgqueue.job as j
-                where pgqueue._is_in_group(j, p.queue, p.group_key)
-            )
+            and not exists (select from pgqueue.job as j where pgqueue._is_in_group(j, p.queue, p.group_key))
         limit 1000
-    ) as i;
-    locked := array(
-        select p.tid
-        from unnest(idle.queues, idle.keys) as i (queue, key)
-        cross join lateral (
-            select p.ctid as tid from pgqueue.permit as p where pgqueue._is_permit_of(p, i.queue, '', i.key)
+    loop
+        locked := array(
+            select p.ctid from pgqueue.permit as p where pgqueue._is_permit_of(p, idle.queue, '', idle.group_key)
             for update skip locked
-        ) as p
-    );
-    -- All permits of a group or none: _make_permits relies on places without gaps.
-    delete from pgqueue.permit as p
-    where p.ctid = any (array(
-        select unnest(g.tids)
-        from unnest(idle.queues, idle.keys) as i (queue, key)
-        cross join lateral (
-            select array_agg(p.ctid) as tids
-            from pgqueue.permit as p
-            where pgqueue._is_permit_of(p, i.queue, '', i.key)
-            having bool_and(p.ctid = any (locked) and (p.taken_at > clock_timestamp() - interval '1 day') is not true)
-        ) as g
-    ));
-    get diagnostics dropped = row_count;
+        );
+        -- All permits of a group or none: _make_permits relies on places without gaps.
+        delete from pgqueue.permit as p
+        where p.ctid = any (locked) and (
+            select bool_and(o.ctid = any (locked) and (o.taken_at > clock_timestamp() - interval '1 day') is not true)
+            from pgqueue.permit as o
+            where pgqueue._is_permit_of(o, idle.queue, '', idle.group_key)
+        );
+        get diagnostics more = row_count;
+        dropped := dropped + more;
+    end loop;
     return dropped;
 end;
 $$;
