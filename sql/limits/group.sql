@@ -417,19 +417,14 @@ declare
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
     for step in 1 .. 20 loop
-        if pages > 0 then
-            perform pgqueue._sweep_permits();
-            pages := pages - 2;
-        end if;
+        perform pgqueue._sweep_permits();
+        pages := pages - 2;
         if ends > 0 then
             ends := ends - ((pgqueue._sweep_some(25))[1] < 25)::int;
         end if;
-        if ends = 0 and pages <= 0 then
-            return true;
-        end if;
-        exit when clock_timestamp() > moment + interval '20 milliseconds';
+        exit when ends = 0 and pages <= 0 or clock_timestamp() > moment + interval '20 milliseconds';
     end loop;
-    return false;
+    return ends = 0 and pages <= 0;
 end;
 $$;
 
