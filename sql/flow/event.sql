@@ -66,13 +66,9 @@ begin
 
     insert into pgqueue.wait (job_id, since, event, step)
     values (_suspend.job_id, _suspend.moment, _suspend.event, _suspend.step)
-    on conflict do nothing;
-    if not found then
-        -- It has an older wait: the job ran because its run_at had come.
-        perform pgqueue._end_waits(array[_suspend.job_id]);
-        insert into pgqueue.wait (job_id, since, event, step)
-        values (_suspend.job_id, _suspend.moment, _suspend.event, _suspend.step);
-    elsif pg_relation_size('pgqueue.dependency') > 0 then
+    -- It has an older wait, and perhaps ties, if it ran because its run_at had come.
+    on conflict on constraint wait_pkey do update set since = excluded.since, event = excluded.event, step = excluded.step;
+    if pg_relation_size('pgqueue.dependency') > 0 then
         perform from pgqueue.dependency as d where d.waiter_id = _suspend.job_id limit 1;
         if found then
             perform pgqueue._drop_ties(array[_suspend.job_id]);
@@ -174,9 +170,6 @@ declare
     used bigint := pg_sequence_last_value('pgqueue.used_seq');
     hash bigint := hashtextextended(event, 0);
     look_at bigint;
-    queues text[];
-    queue text;
-    woken text;
     refused boolean;
 begin
     if (octet_length(event) <@ int4range '[1,200]') is not true then
@@ -197,19 +190,18 @@ begin
         perform pgqueue._look_from_now_on();
     end if;
     insert into pgqueue.loose_end (look_at, id, what) values (moment, hash, 'event');
-    queues := array(
-        select (select j.queue from pgqueue.job as j where j.id = w.job_id)
-        from pgqueue.wait as w
-        where hashtextextended(w.event, 0) = hash and w.event = emit.event collate "default"
-        limit 100
-    );
-    if queues <> '{}' then
-        foreach queue in array queues loop
-            if queue <> coalesce(woken, '') then
-                perform pgqueue._wake(queue);
-                woken := queue;
-            end if;
-        end loop;
+    perform pgqueue._wake(u.queue)
+    from (
+        select distinct j.queue
+        from (
+            select w.job_id
+            from pgqueue.wait as w
+            where hashtextextended(w.event, 0) = hash and w.event = emit.event collate "default"
+            limit 100
+        ) as w
+        cross join lateral (select j.queue from pgqueue.job as j where j.id = w.job_id offset 0) as j
+    ) as u;
+    if found then
         -- Set the cell so far back that a claim in a longer transaction looks at once.
         look_at := case when statement_timestamp() > now() then -1000000 else 0 end;
     end if;
