@@ -143,7 +143,6 @@ declare
     may_be_over boolean;
     over_at timestamptz;
     has_recovered boolean;
-    ahead record;
     has_skipped boolean;
 begin
     if valid_until is not null then
@@ -187,11 +186,8 @@ begin
     end if;
 
     if num_nonnulls(kinds, paused) > 0 and current_setting('statement_timeout') <> '0' then
-        ahead := pgqueue._skip_unwanted(queue, kinds, paused, lane, key, record, moment, wanted, start, start_id);
-        wanted := ahead.wanted;
-        start := ahead.start;
-        start_id := ahead.start_id;
-        has_skipped := ahead.has_skipped;
+        select s.* into wanted, start, start_id, has_skipped
+        from pgqueue._skip_unwanted(queue, kinds, paused, lane, key, record, moment, wanted, start, start_id) as s;
     end if;
 
     loop
