@@ -295,21 +295,15 @@ begin
     return query
     -- Not by _dead_kinds: a queue may have dead jobs of many kinds.
     with recursive front as (
-        select ''::text as queue, 0::bigint as dead
+        select ''::text as queue
         union all
-        select n.*
+        select (select min(d.queue) from pgqueue.dead_job as d where d.queue > f.queue)
         from front as f
-        cross join lateral (
-            select d.queue, count(*)
-            from (select d.queue from pgqueue.dead_job as d where d.queue > f.queue order by d.queue limit 21) as d
-            group by d.queue
-            order by d.queue
-            limit 1
-        ) as n
+        where f.queue is not null
     ), counted as materialized (
-        select f.queue, f.most, case when f.dead <= 20 or f.most = 20 then f.dead else (
+        select f.queue, f.most, (
             select count(*) from (select from pgqueue.dead_job as d where d.queue = f.queue limit f.most + 1) as d
-        ) end as dead
+        ) as dead
         from (
             select f.*, greatest(20000 / count(*) over (), 20) as most from front as f where f.queue <> ''
         ) as f
