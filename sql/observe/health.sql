@@ -29,9 +29,9 @@ as $$
 $$;
 
 -- Every check, with all its facts: the view checks, the functions _found and _reads, and so health, follow from this
--- list. The query returns a row for each finding: whether it is critical (four times beyond the thresholds patience
--- and most), the detail, and the hint. In a query, moment is the clock, seen the rows of the view queues, and held
--- the leased jobs. The queries are stored once, in _found, without their comments.
+-- list; docs/reference/health.md says what each finds. The query returns a row for each finding: whether it is critical
+-- (four times beyond the thresholds patience and most), the detail, and the hint. In a query, moment is the clock, seen
+-- the rows of the view queues, and held the leased jobs. The queries are stored once, in _found, without their comments.
 do $do$
 declare
     known text;
@@ -46,8 +46,6 @@ begin
         array_agg(c.name) filter (where strpos(c.query, 'unnest(held)') > 0)
     into known, branches, read_seen, read_held
     from (values
-    -- Each queue whose oldest ready job, the first of a lane, has waited beyond the queue's wait_target. Paused
-    -- jobs are reported separately, and are never critical.
     ('waits', null::interval, null::float8, null::float8, 'no queue keeps a job waiting beyond its wait_target', $$
         select
             not o.is_paused and o.wait > 4 * o.target,
@@ -112,9 +110,6 @@ begin
         ) as r
         order by o.place
     $$),
-    -- Each session that has locked, for that long, what enqueue, claim or complete need: a table, a sequence, or the
-    -- row of a job among the first in its lane; or that has kept another session waiting for one, for a fifth of
-    -- that time.
     ('locks', '5 seconds', null, null, 'nobody locks what enqueue, claim and complete need', $$
         with lock as materialized (
             select * from pgqueue._lock_holders()
@@ -194,8 +189,6 @@ begin
         having min(f.since) < moment - patience or min(f.waits_since) < moment - patience / 5
         order by min(f.since)
     $$),
-    -- Each queue with jobs that have run for that long, and for that many times as long as 99 % of their kind (for
-    -- six times that long if nothing is known of their kind); or that were asked to stop that long ago.
     ('hung', '10 minutes', 10, null, 'no job runs for much too long', $$
         with old as materialized (
             select j.*
@@ -236,8 +229,6 @@ begin
         ) as h
         order by h.lasts desc
     $$),
-    -- Each queue in which leases expired that long ago and nobody has recovered the jobs; and what has locked the
-    -- first.
     ('leases', '3 minutes', null, null, 'jobs whose lease expired are recovered', $$
         with lock as materialized (
             select * from pgqueue._lock_holders()
@@ -263,7 +254,6 @@ begin
         left join lock as l on l.xid = e.xid and l.what = 'transactionid' and l.is_held
         order by e.late desc
     $$),
-    -- Waiting or running jobs whose lease has expired that often in the last hour.
     ('crashes', null, 3, null, 'no job keeps crashing its workers', $$
         select
             c.attempts > 4 * most,
@@ -282,7 +272,6 @@ begin
         cross join lateral (select j.* from pgqueue.job as j where j.id = c.job_id offset 0) as j
         order by c.attempts desc, j.id
     $$),
-    -- Schedules that have been due for that long and were not fired, and those that cannot be fired.
     ('schedules', '2 minutes', null, null, 'schedules are fired in time', $$
         (
             select
@@ -304,9 +293,6 @@ begin
         from pgqueue.schedule as s
         where s.problem is not null and not s.is_paused
     $$),
-    -- Batches whose callback could not be enqueued. And of the first 1000 unfinished ones, those that have had no
-    -- jobs for that long, which nobody has closed or checked, and those that still have jobs after seven times as
-    -- long.
     ('batches', '1 day', null, null, 'batches are closed, and their callbacks enqueued', $$
         with open as (
             select o.*, l.id as job_id, l.touched
@@ -362,8 +348,6 @@ begin
             limit 1
         )
     $$),
-    -- Each queue that has a job, suspended without a run_at, beyond its suspend_target; among the 10,000 oldest
-    -- suspended jobs.
     ('suspensions', null, 10000, null, 'no suspended job waits beyond its suspend_target', $$
         with old as materialized (
             select j.queue, j.id, w.event, moment - w.since as age
@@ -394,8 +378,6 @@ begin
         ) as o
         order by o.age desc
     $$),
-    -- Each queue whose jobs have waited that long, and nearly as long as its wait_target, while no session serves
-    -- it.
     ('workers', '2 minutes', null, null, 'each queue that has jobs has a worker', $$
         select
             q.oldest_wait > 4 * t.allowed,
@@ -423,8 +405,6 @@ begin
             )
         order by q.oldest_wait desc
     $$),
-    -- Each kind whose jobs have waited that long while the workers of its queue take other kinds, or have no
-    -- handler for it and put its jobs off; among some 20,000 jobs.
     ('kinds', '2 minutes', null, null, 'each kind that has jobs is taken by a worker', $$
         with serving as materialized (
             select * from pgqueue._served()
@@ -483,7 +463,6 @@ begin
             end
         order by w.wait desc
     $$),
-    -- Handlers that work should call but that do not exist.
     ('handlers', null, null, null, 'all handlers in SQL exist', $$
         select
             true,
@@ -498,8 +477,6 @@ begin
         where q.handler is not null and q.group_key = '' and to_regprocedure(q.handler) is null
         order by q.name, q.kind
     $$),
-    -- Each queue whose jobs have waited that long, and which will take that many times its wait_target to empty at
-    -- the current rate.
     ('backlog', '2 minutes', 12, null, 'no queue has a backlog that takes long', $$
         select
             q.time_to_empty > 4 * t.most,
@@ -517,7 +494,6 @@ begin
             and pgqueue._paused(n.name, false) is null
         order by q.time_to_empty desc
     $$),
-    -- Each queue in which that share of the attempts failed, and at least few of them in an hour.
     ('failures', null, 0.2, 10, 'no queue has many failed attempts', $$
         select
             q.failure_rate_5m > 4 * most and q.failed_last_hour >= 4 * few,
@@ -530,8 +506,6 @@ begin
         where not q.paused and q.failure_rate_5m > most and q.failed_last_hour >= few
         order by q.failed_last_hour desc
     $$),
-    -- Each queue in which that many jobs died in the last hour, or five times as many in the last day, counted up
-    -- to 1,000 of each kind; or which keeps a thousand times as many dead jobs.
     ('dead', null, 10, null, 'few jobs died, and few are kept', $$
         (
             select
@@ -571,9 +545,7 @@ begin
             order by q.dead desc, q.queue
         )
     $$),
-    -- What has held a snapshot for that long, while the tables of pgqueue have few or more dead rows: sessions,
-    -- standbys, prepared transactions, replication slots. If the time is unknown, what has held one for that
-    -- many transactions.
+    -- If the time is unknown, as of a replication slot, it goes by the number of transactions.
     ('horizon', '15 minutes', 100000, 20000, 'nobody keeps VACUUM from removing dead rows', $$
         select
             coalesce(moment - h.since > 4 * patience, h.age > 4 * most),
@@ -636,8 +608,6 @@ begin
                 where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             ))
     $$),
-    -- Unused replication slots that keep that much WAL, and used ones that keep four times as much; and whether
-    -- this is a standby whose replay is paused, so that all it shows is old.
     ('wal', null, 1073741824, null, 'no replication slot keeps much WAL, and no standby stands still', $$
         select
             true,
@@ -665,8 +635,6 @@ begin
         ) as k
         where k.bytes > case when s.active then 4 * most else most end
     $$),
-    -- Tables with that many times the dead rows at which autovacuum should start, for which no VACUUM has
-    -- finished for that long.
     ('vacuum', '10 minutes', 10, null, 'VACUUM keeps up with the dead rows', $$
         select
             moment - v.since > 4 * patience and v.dead > 4 * most * v.threshold,
@@ -699,7 +667,6 @@ begin
             -- Both, because after an idle hour that many dead rows may come before autovacuum can run.
             and v.dead > most * v.threshold and moment - v.since > patience
     $$),
-    -- Whether autovacuum is off, for all tables or for one of pgqueue.
     ('autovacuum', null, null, null, 'autovacuum is on', $$
         select
             true, format('%s is off on this server: dead rows pile up', s.name),
@@ -715,8 +682,6 @@ begin
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind = 'r'
             and o.option_name = 'autovacuum_enabled' and not o.option_value::boolean
     $$),
-    -- Indexes that are not there, each with the statement in schema.sql that creates it; those that are invalid, as an
-    -- interrupted REINDEX CONCURRENTLY leaves them; and indexes on columns that claims change.
     ('indexes', null, null, null, 'all indexes are there and valid, and let claims be HOT updates', $$
         with ours as materialized (
             select m[2] as name, regexp_replace(m[1], '[[:space:]]+', ' ', 'g') as made
@@ -762,8 +727,7 @@ begin
             and a.attname in ('token', 'attempt', 'worker', 'claimed_at', 'lease_expires_at')
         group by c.relname
     $$),
-    -- Whether a setting of this database or of a role keeps enqueues from waking workers. No catalog shows such a
-    -- setting of the server.
+    -- No catalog shows such a setting of the server.
     ('notify', null, null, null, 'enqueues may wake workers', $$
         select
             false, format('pgqueue.notify is off for %s: enqueues wake no worker, and jobs wait for the next poll', s.whom),
@@ -771,8 +735,7 @@ begin
         from pgqueue._set_for('pgqueue.notify') as s
         where s.value = 'off'
     $$),
-    -- Whether a setting of this database or of the server makes new transactions read-only. Of a single role that
-    -- is taken to be intended.
+    -- Of a single role it is taken to be intended.
     ('writes', null, null, null, 'new transactions can write', $$
         select
             true,
@@ -786,7 +749,6 @@ begin
         from pgqueue._set_for('default_transaction_read_only') as s
         where lower(s.value) in ('on', 'true', 'yes', '1') and s.role = 0 and not pg_is_in_recovery()
     $$),
-    -- Tables and indexes that are larger than that and have more than 20 pages per row: a row needs one at most.
     -- It matters because reap reads the whole table job.
     ('bloat', null, 1073741824, null, 'no table or index is much too large', $$
         -- relpages, because asking for the size would wait for a session that has locked the table.
@@ -809,8 +771,6 @@ begin
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'i')
             and c.relpages * 8192::bigint > most and c.relpages > 20 * r.live
     $$),
-    -- Whether the oldest ids of transactions or multixacts, in any database, are older than autovacuum should let
-    -- them become: one database can stop the whole server.
     ('wraparound', null, null, null, 'old transaction ids are frozen in time', $$
         select
             a.age > least(4 * a.most, 1600000000),
@@ -831,8 +791,6 @@ begin
         ) as a
         where a.age > a.most
     $$),
-    -- Whether the notification queue is full to that share, and which session has been in a transaction for the
-    -- longest time.
     ('notifications', null, 0.1, null, 'the notification queue is nearly empty', $$
         select
             q.used > 4 * most,
@@ -858,9 +816,7 @@ begin
         ) as a on true
         where q.used > most
     $$),
-    -- Whether a sequence was set back, as by a careless restore, or has used up that share of its numbers; or, on
-    -- a shard, does not step through the shard's numbers. It passes over at most a thousand jobs from other
-    -- shards.
+    -- It passes over at most a thousand jobs from other shards.
     ('sequences', null, 0.2, null, 'sequences are ahead of what they have handed out', $$
         select
             s.last < t.highest or s.last > 4 * most * 9223372036854775807 or s.is_astray,
@@ -913,7 +869,6 @@ begin
         ) as s
         where s.last < t.highest or s.last > most * 9223372036854775807 or s.is_astray
     $$),
-    -- Tables of the ring run that should have been emptied a day ago, and what keeps maintain from doing it.
     ('runs', null, null, null, 'old runs are deleted', $$
         select
             t.today - o.day > 4,
@@ -935,8 +890,7 @@ begin
         ) as h on true
         where pgqueue._is_over(o.day)
     $$),
-    -- Whether the versions of the extension, its functions and the files on the server differ. The plain install
-    -- has no extension and no files; pg_tle, in its schema pgtle, has no files.
+    -- The plain install has no extension and no files; pg_tle, in its schema pgtle, has no files.
     ('version', null, null, null, 'all parts are of version ' || pgqueue.version(), $$
         select
             e.extversion <> pgqueue.version(),
