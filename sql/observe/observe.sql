@@ -111,9 +111,7 @@ with counted as materialized (
         sum(r.failed) as failed,
         coalesce(sum(r.failed) filter (where r.finished_at >= s.minutes), 0) as failed_5m,
         coalesce(sum(r.failed) filter (where r.finished_at >= s.minute), 0) as failed_1m,
-        -- Intervals take three times as long to sort.
-        percentile_disc(array[0.5, 0.99]) within group (order by date_part('epoch', r.waited))
-            filter (where r.worker is not null) as waited,
+        percentile_disc(array[0.5, 0.99]) within group (order by r.waited) filter (where r.worker is not null) as waited,
         array_agg(distinct r.worker) filter (where r.finished_at >= s.minutes and r.worker is not null) as workers
     from (
         select
@@ -164,8 +162,8 @@ select
         when coalesce(c.ready, 0) = 0 then interval '0'
         when r.done_5m > 0 then interval '1 second' * (300.0 * c.ready / r.done_5m)::float8
     end as time_to_empty,
-    justify_hours(make_interval(secs => r.waited[1])) as p50_wait_last_hour,
-    justify_hours(make_interval(secs => r.waited[2])) as p99_wait_last_hour,
+    r.waited[1] as p50_wait_last_hour,
+    r.waited[2] as p99_wait_last_hour,
     coalesce(r.done, 0) as finished_last_hour,
     coalesce(r.failed, 0) as failed_last_hour,
     round(coalesce(r.done_1m, 0) / 60.0, 3) as rate_1m,
@@ -324,11 +322,8 @@ select
     r.queue, r.kind,
     sum(r.weight) as runs,
     sum(r.failed) as failures,
-    -- As in queues.
-    justify_hours(make_interval(secs => percentile_disc(0.5) within group (order by date_part('epoch', r.taken))))
-        as p50_taken,
-    justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
-        as p99_taken,
+    percentile_disc(0.5) within group (order by r.taken) as p50_taken,
+    percentile_disc(0.99) within group (order by r.taken) as p99_taken,
     max(r.finished_at) as last_finished_at
 from pgqueue._recent_runs('-infinity', 500) as r
 where r.done + r.failed > 0
@@ -352,15 +347,10 @@ select
     r.queue,
     sum(r.done) as finished,
     sum(r.failed) as failed,
-    -- As in queues.
-    justify_hours(make_interval(secs => percentile_disc(0.5) within group (order by date_part('epoch', r.waited))))
-        as p50_waited,
-    justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.waited))))
-        as p99_waited,
-    justify_hours(make_interval(secs => percentile_disc(0.5) within group (order by date_part('epoch', r.taken))))
-        as p50_taken,
-    justify_hours(make_interval(secs => percentile_disc(0.99) within group (order by date_part('epoch', r.taken))))
-        as p99_taken
+    percentile_disc(0.5) within group (order by r.waited) as p50_waited,
+    percentile_disc(0.99) within group (order by r.waited) as p99_waited,
+    percentile_disc(0.5) within group (order by r.taken) as p50_taken,
+    percentile_disc(0.99) within group (order by r.taken) as p99_taken
 from pgqueue._recent_runs(date_trunc('minute', clock_timestamp()) - interval '59 minutes', 500) as r
 where r.worker is not null
 group by 1, 2
