@@ -49,111 +49,65 @@ as $$
     ) as o
 $$;
 
--- The first jobs, at most this many, of the lane after the given one: how many there are, the run_at of ready
--- ones, workers and ids of held ones, and how many are in other states; if a queue is named, of that queue alone.
--- is_mixed: queues with the same hash share the lane.
-create or replace function pgqueue._front(
-    after_hash int, after_lane int, most bigint, moment timestamptz, has_full boolean, name text default null
-)
-    returns table (
-        hash int, lane int, queue text, is_mixed boolean, jobs bigint, leased bigint, is_last_leased boolean,
-        scheduled bigint, expired bigint, overdue bigint, blocked bigint, due timestamptz[], workers text[], held bigint[]
-    )
-    language sql
-    stable
-as $$
-    select
-        m.hash, m.lane, (array_agg(m.queue))[1], (array_agg(m.queue))[1] <> any (array_agg(m.queue)), count(*),
-        count(m.lease_expires_at),
-        max(m.run_at) = max(m.run_at) filter (where m.lease_expires_at is not null),
-        count(*) filter (where m.state = 's'), count(*) filter (where m.state = 'e'),
-        count(*) filter (where m.state = 'x'), count(*) filter (where m.state = 'b'),
-        array_agg(m.run_at) filter (where m.state = 'r'), array_agg(m.worker) filter (where m.state = 'l'),
-        array_agg(m.id) filter (where m.state in ('l', 'e'))
-    from (
-        select
-            j.hash, j.lane, coalesce(_front.name, j.queue) as queue, j.id, j.run_at, j.worker, j.lease_expires_at,
-            case when (j.queue <> _front.name) is not true then c.state end as state
-        from (
-            select
-                hashtext(j.queue) as hash, j.priority + 1000 * num_nonnulls(j.group_key) as lane,
-                j.queue, j.id, j.run_at, j.priority, j.group_key, j.worker, j.lease_expires_at, (j.terms).expires_at
-            from pgqueue.job as j
-            where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (after_hash, after_lane)
-                and j.queue >= ''
-            order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-            limit most
-        ) as j
-        cross join lateral pgqueue._counts_as(
-            j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, j.expires_at, moment, has_full
-        ) as c
-        -- They come in this order, but the planner uses that only if told. "offset 0" works out each state once,
-        -- not for each aggregate.
-        order by j.hash, j.lane
-        offset 0
-    ) as m
-    group by m.hash, m.lane
-    order by m.hash, m.lane
-    limit 1
-$$;
-
--- The first jobs of each lane: ten, or of each longer lane an equal part of share; if most of the first ten are
--- running, also an equal part of more. is_cut: the lane goes on after these; is_busy: and more of its jobs may be
--- running. It takes one index descent and one row for each lane, because there may be thousands.
+-- The first jobs of each lane, and how each counts: ten, or of each longer lane an equal part of share; if most of the
+-- first ten are running, also an equal part of more; and one, by which is_cut says that the lane goes on, and is_busy
+-- that more of its jobs may be running. Two index descents for each lane, because there may be thousands.
 create or replace function pgqueue._fronts(share int, more int, moment timestamptz, has_full boolean)
     returns table (
-        queue text, is_cut boolean, is_busy boolean, scheduled bigint, expired bigint, overdue bigint, blocked bigint,
-        due timestamptz[], workers text[], held bigint[]
+        queue text, id bigint, run_at timestamptz, worker text, state "char", is_cut boolean, is_busy boolean
     )
     language sql
     stable
 as $$
-    with recursive front as (
-        select
-            f.hash, f.lane, f.queue, f.is_mixed, f.jobs, f.leased, f.scheduled, f.expired, f.overdue, f.blocked, f.due,
-            f.workers, f.held
-        from pgqueue._front(-2147483648, -2147483648, 11, moment, has_full) as f
+    with recursive lane as (
+        select -2147483648 as hash, -2147483648 as lane, 0::bigint as jobs, 0::bigint as leased
         union all
-        select
-            n.hash, n.lane, n.queue, n.is_mixed, n.jobs, n.leased, n.scheduled, n.expired, n.overdue, n.blocked, n.due,
-            n.workers, n.held
-        from front as f
-        cross join lateral pgqueue._front(f.hash, f.lane, 11, moment, has_full) as n
+        select n.*
+        from lane as l
+        cross join lateral (
+            select f.hash, f.lane, count(*), count(f.lease_expires_at)
+            from (
+                select
+                    hashtext(j.queue) as hash, j.priority + 1000 * num_nonnulls(j.group_key) as lane, j.lease_expires_at
+                from pgqueue.job as j
+                where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (l.hash, l.lane)
+                    and j.queue >= ''
+                order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
+                limit 11
+            ) as f
+            -- They come in this order, but the planner uses that only if told.
+            group by f.hash, f.lane
+            order by f.hash, f.lane
+            limit 1
+        ) as n
     ), sized as materialized (
         select
-            f.*,
-            case when f.jobs > 10 then greatest(
-                _fronts.share / count(*) filter (where f.jobs > 10) over () - 30 + case when f.leased > 5
-                    then _fronts.more / count(*) filter (where f.jobs > 10 and f.leased > 5) over () else 0
+            l.*,
+            case when l.jobs > 10 then greatest(
+                _fronts.share / count(*) filter (where l.jobs > 10) over () - 30 + case when l.leased > 5
+                    then _fronts.more / count(*) filter (where l.jobs > 10 and l.leased > 5) over () else 0
                 end, 10
             ) else 10 end as most
-        from front as f
+        from lane as l
+        where l.jobs > 0
     )
     select
-        s.queue, s.jobs > 10, s.jobs > 10 and s.leased > 9, s.scheduled, s.expired, s.overdue, s.blocked, s.due,
-        s.workers, s.held
+        j.queue, j.id, j.run_at, j.worker, c.state, j.place > s.most,
+        j.place > s.most and case s.most when 10 then s.leased > 9 else j.lease_expires_at is not null end
     from sized as s
-    where s.most = 10 and not s.is_mixed
-    union all
-    select
-        n.queue, n.jobs > s.most, n.jobs > s.most and case s.most when 10 then n.leased > 9 else n.is_last_leased end,
-        n.scheduled, n.expired, n.overdue, n.blocked, n.due, n.workers, n.held
-    from sized as s
-    cross join lateral unnest(case
-        when s.is_mixed then array(
-            select distinct j.queue
-            from (
-                select j.queue
-                from pgqueue.job as j
-                where hashtext(j.queue) = s.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = s.lane and j.queue >= ''
-                order by hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key)), j.run_at, j.id
-                limit s.most + 1
-            ) as j
-        )
-        else array[null]
-    end) as q (name)
-    cross join lateral pgqueue._front(s.hash, s.lane - 1, s.most + 1, moment, has_full, q.name) as n
-    where s.most > 10 or s.is_mixed
+    cross join lateral (
+        select j.*, row_number() over () as place
+        from (
+            select j.*
+            from pgqueue.job as j
+            where hashtext(j.queue) = s.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = s.lane and j.queue >= ''
+            order by j.run_at, j.id
+            limit s.most + 1
+        ) as j
+    ) as j
+    cross join lateral pgqueue._counts_as(
+        j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, (j.terms).expires_at, moment, has_full
+    ) as c
 $$;
 
 -- The jobs of each queue by state; since when the first, and the first hundredth, of the ready ones have
@@ -175,8 +129,6 @@ create or replace function pgqueue._count_jobs()
     set enable_indexscan = on
     set enable_tidscan = on
     set enable_nestloop = on
-    -- Aggregates without a sort, and without files for some hundred queues.
-    set enable_sort = off
     set enable_hashagg = on
     set work_mem = '32MB'
 as $$
@@ -187,18 +139,12 @@ declare
     has_full boolean := exists (select from pgqueue.ticket as t where t.is_full);
 begin
     return query
-    with piece as materialized (
-        select
-            f.queue collate "C" as queue, false as is_sample, 1 as weight, f.is_cut, f.is_busy, f.scheduled, f.expired,
-            f.overdue, f.blocked, f.due[1] as oldest, f.due, f.workers
+    with one as materialized (
+        select f.queue collate "C" as queue, false as is_sample, f.run_at, f.worker, f.state, f.is_cut, f.is_busy
         from pgqueue._fronts(10000, 5000, moment, has_full) as f
         where step > 1
         union all
-        select
-            m.queue collate "C", true, step, false, false, count(*) filter (where m.state = 's'),
-            count(*) filter (where m.state = 'e'), count(*) filter (where m.state = 'x'),
-            count(*) filter (where m.state = 'b'), min(m.run_at) filter (where m.state = 'r'),
-            array_agg(m.run_at) filter (where m.state = 'r'), array_agg(m.worker) filter (where m.state = 'l')
+        select m.queue collate "C", true, m.run_at, m.worker, m.state, false, false
         from (
             -- Not TABLESAMPLE, which takes this many pages only on average; nor pages at equal distances, which
             -- might coincide with a regular pattern of jobs.
@@ -216,17 +162,20 @@ begin
             -- More than fit on a page: the planner does not know that it reads only one.
             limit 300
         ) as m
-        group by 1
+    ), long as materialized (
+        select hashtext(o.queue) as hash, bool_or(o.is_busy) as is_busy from one as o where o.is_cut group by 1
     ), counted as materialized (
         select
-            p.queue, p.is_sample, p.weight, bool_or(p.is_cut) as is_cut, bool_or(p.is_busy) as is_busy,
-            coalesce(sum(cardinality(p.due)), 0) as ready, sum(p.scheduled) as scheduled,
-            coalesce(sum(cardinality(p.workers)), 0) as running,
-            sum(p.expired) as expired, sum(p.overdue) as overdue, sum(p.blocked) as blocked, min(p.oldest) as oldest
-        from piece as p
-        group by 1, 2, 3
-    ), long as materialized (
-        select hashtext(c.queue) as hash, bool_or(c.is_busy) as is_busy from counted as c where c.is_cut group by 1
+            o.queue, o.is_sample, case when o.is_sample then step else 1 end as weight,
+            count(*) filter (where o.state = 'r') as ready, count(*) filter (where o.state = 's') as scheduled,
+            count(*) filter (where o.state = 'l') as running, count(*) filter (where o.state = 'e') as expired,
+            count(*) filter (where o.state = 'x') as overdue, count(*) filter (where o.state = 'b') as blocked,
+            min(o.run_at) filter (where o.state = 'r') as oldest,
+            percentile_disc(0.01) within group (order by o.run_at) filter (where o.state = 'r') as p99,
+            -- From the sample only if that is the whole table.
+            array_agg(distinct o.worker) filter (where o.state = 'l' and o.is_sample = (step = 1)) as workers
+        from one as o
+        group by 1, 2
     )
     -- The larger of the two counts: a sample misses what is rare, and a walk stops before what is far behind.
     select
@@ -245,29 +194,9 @@ begin
     from (
         -- Not a join, which would compare every row with every other.
         select
-            a.*, hashtext(a.queue) in (select t.hash from long as t) as is_long,
-            hashtext(a.queue) in (select t.hash from long as t where t.is_busy) as is_busy
-        from (
-            select
-                c.queue, c.is_sample, c.weight, c.ready, c.scheduled, c.running, c.expired, c.overdue, c.blocked, c.oldest,
-                case when c.ready <= 100 then c.oldest end as p99, null::text[] as workers
-            from counted as c
-            union all
-            select
-                p.queue, p.is_sample, null, null, null, null, null, null, null, null,
-                percentile_disc(0.01) within group (order by d.run_at), null
-            from piece as p
-            cross join lateral unnest(p.due) as d (run_at)
-            where (p.queue, p.is_sample) in (select c.queue, c.is_sample from counted as c where c.ready > 100)
-            group by 1, 2
-            union all
-            -- Workers from the sample only if that is the whole table.
-            select p.queue, p.is_sample, null, null, null, null, null, null, null, null, null, array_agg(distinct w.name)
-            from piece as p
-            cross join lateral unnest(p.workers) as w (name)
-            where p.is_sample = (step = 1)
-            group by 1, 2
-        ) as a
+            c.*, hashtext(c.queue) in (select t.hash from long as t) as is_long,
+            hashtext(c.queue) in (select t.hash from long as t where t.is_busy) as is_busy
+        from counted as c
     ) as c
     where not c.is_sample or c.is_long or step = 1
     group by c.queue, c.is_long;
@@ -372,9 +301,7 @@ begin
         return;
     end if;
     return query
-    select h.id
-    from pgqueue._fronts(20000, 10000, clock_timestamp(), false) as f
-    cross join lateral unnest(f.held) as h (id);
+    select f.id from pgqueue._fronts(20000, 10000, clock_timestamp(), false) as f where f.state in ('l', 'e');
 end;
 $$;
 

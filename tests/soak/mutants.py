@@ -408,8 +408,8 @@ MUTANTS = [
     Mutant(
         "a view counts running jobs twice",
         "observe/measure.sql",
-        "coalesce(sum(cardinality(p.workers)), 0) as running,",
-        "2 * coalesce(sum(cardinality(p.workers)), 0) as running,",
+        "count(*) filter (where o.state = 'l') as running,",
+        "2 * count(*) filter (where o.state = 'l') as running,",
         ("I9",),
     ),
     # Idle workers
