@@ -53,7 +53,7 @@ begin
                 'queue %s: job %s has been due for %s, the wait_target is %s', o.queue, o.id,
                 date_trunc('second', o.wait), o.target
             ) || coalesce('; ' || case when o.place <= 5 then coalesce(
-                r.reason, pgqueue._why_full(s.job), pgqueue._why_capped(s.job, moment), pgqueue._why_locked(o.id),
+                r.reason, pgqueue._why_capped(s.job, moment), pgqueue._why_locked(o.id),
                 pgqueue._why_behind(s.job, moment)
             ) end, ''),
             case r.reason

@@ -29,46 +29,8 @@ begin
 end;
 $$;
 
--- Which jobs keep the group of a job busy, if it has a limit and is full.
-create or replace function pgqueue._why_full(job pgqueue.job)
-    returns text
-    language plpgsql
-    stable
-as $$
-declare
-    group_limit int := case when job.group_key is not null
-        then (pgqueue._in_force(job.queue, '', job.group_key)).group_limit end;
-    held bigint;
-    holder_id bigint;
-    holder pgqueue.job;
-begin
-    if group_limit is null then
-        return null;
-    end if;
-    select count(*), min(p.holder) into held, holder_id
-    from pgqueue._permits(
-        job.queue, row('', job.group_key, false, group_limit, '1 second')::pgqueue._cap, clock_timestamp()
-    ) as p
-    where p.is_held and p.holder <> job.id;
-    if held < group_limit then
-        return null;
-    end if;
-    select j.* into holder from pgqueue.job as j where j.id = holder_id;
-    return concat(
-        'its group ', job.group_key,
-        case when holder.lease_expires_at is null
-            then format(' waits for the retry of job %s at %s', holder.id, pgqueue._written(holder.run_at))
-            else format(
-                ' is busy with job %s, leased to %s until %s',
-                holder.id, holder.worker, pgqueue._written(holder.lease_expires_at)
-            )
-        end,
-        ', and ' || nullif(held - 1, 0) || ' more'
-    );
-end;
-$$;
-
--- Which cap of its queue, kind or group a job waits for, if any.
+-- Which limit of its group, or cap of its queue, kind or group a job waits for, if any; and which jobs keep its group
+-- busy.
 create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -76,30 +38,44 @@ as $$
 declare
     keys text[] := array_remove(array[job.group_key], null);
     settings record := pgqueue._group_settings(job.queue, keys, pgqueue._in_force(job.queue));
-    caps pgqueue._cap[] := (pgqueue._group_caps(keys, null, settings.rates, settings.periods, null)).caps
+    caps pgqueue._cap[] := (pgqueue._group_caps(keys, settings.limits, settings.rates, settings.periods, null)).caps
         || pgqueue._caps_of((pgqueue._in_force(job.queue)).caps, array[job.kind]);
     cap pgqueue._cap;
-    free_at timestamptz;
+    held record;
     whose text;
 begin
     foreach cap in array caps loop
-        select min(p.free_at) into free_at
+        select count(*) as jobs, min(p.free_at) as free_at, min(p.holder) as holder into held
         from pgqueue._permits(job.queue, cap, moment) as p
-        having count(*) filter (where p.is_usable) = 0 and count(*) > 0;
-        if free_at is not null then
-            whose := case
-                when cap.group_key <> '' then 'its group ' || cap.group_key
-                when cap.kind <> '' then 'its kind ' || cap.kind
-                else 'its queue'
-            end;
-            return case when cap.is_rate
-                then format(
-                    'rate limited until %s: %s begins at most %s in %s', pgqueue._written(free_at), whose,
-                    case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
+        where p.is_held
+        having count(*) >= cap.most;
+        continue when not found;
+        whose := case
+            when cap.group_key <> '' then 'its group ' || cap.group_key
+            when cap.kind <> '' then 'its kind ' || cap.kind
+            else 'its queue'
+        end;
+        return case
+            when cap.is_rate then format(
+                'rate limited until %s: %s begins at most %s in %s', pgqueue._written(held.free_at), whose,
+                case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
+            )
+            when cap.group_key <> '' then (
+                select concat(
+                    whose,
+                    case when h.lease_expires_at is null
+                        then format(' waits for the retry of job %s at %s', h.id, pgqueue._written(h.run_at))
+                        else format(
+                            ' is busy with job %s, leased to %s until %s', h.id, h.worker, pgqueue._written(h.lease_expires_at)
+                        )
+                    end,
+                    ', and ' || nullif(held.jobs - 1, 0) || ' more'
                 )
-                else format('%s runs as many jobs as it may, %s', whose, cap.most)
-            end;
-        end if;
+                from pgqueue.job as h
+                where h.id = held.holder
+            )
+            else format('%s runs as many jobs as it may, %s', whose, cap.most)
+        end;
     end loop;
     return null;
 end;
@@ -400,8 +376,8 @@ begin
                 where d.waiter_id = job.id and exists (select from pgqueue.job as j where j.id = d.job_id offset 0)
             )
             when job.run_at <= moment then coalesce(
-                pgqueue._why_paused(job), pgqueue._why_full(job), pgqueue._why_capped(job, moment),
-                pgqueue._why_locked(job.id), pgqueue._why_behind(job, moment),
+                pgqueue._why_paused(job), pgqueue._why_capped(job, moment), pgqueue._why_locked(job.id),
+                pgqueue._why_behind(job, moment),
                 (
                     select case
                         when a.jobs = 0 then 'ready: next in its queue'

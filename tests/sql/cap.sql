@@ -278,6 +278,20 @@ select matches(
     'why says that the rate of a group is used up, and until when'
 );
 
+select pgqueue.configure('lower', max_running => 3);
+select pg_temp.fill('lower', 'a', 4);
+select pg_temp.claimed('lower', 3);
+select pgqueue.configure('lower', max_running => 2);
+-- The permit beyond the lowered cap is still there, and its job is not.
+select pgqueue.complete(j.id, j.token)
+from pgqueue.job as j
+where j.id in (select p.job_id from pgqueue.permit as p where p.queue = 'lower' and p.place <> 1);
+select is(
+    (select pgqueue.why(id) from pgqueue.job where queue = 'lower' and token is null), 'ready: next in its queue',
+    'why does not say that a queue is at its cap that was lowered, and has room again'
+);
+select is(pg_temp.claimed('lower', 1), 'a1', 'which a claim takes');
+
 -- A retry that keeps its place in its group, and whose kind is at its cap
 select pgqueue.configure('kept', group_limit => 1, group_on_retry => 'block');
 select pgqueue.configure('kept', kind => 'a', max_running => 1);
