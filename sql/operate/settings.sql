@@ -238,7 +238,6 @@ create or replace function pgqueue._set_paused(queue text, kind text, group_key 
 as $$
 declare
     scope text[] := array[coalesce(queue, ''), coalesce(kind, ''), coalesce(group_key, '')];
-    written tid[];
 begin
     if _set_paused.queue is not null
         and not exists (select from pgqueue.queue_in_force as f where f.queue = _set_paused.queue collate "default")
@@ -259,19 +258,20 @@ begin
                 and wider.group_key in ('', scope[3]) and scope <> array[wider.name, wider.kind, wider.group_key]
         ) then _set_paused.paused
     end), false);
-    with cleared as (
-        update pgqueue.queue as q
-        set paused = null
+    with narrower as (
+        delete from pgqueue.queue as q
         where q.name = coalesce(_set_paused.queue, q.name) and q.kind = coalesce(_set_paused.kind, q.kind)
             and q.group_key = coalesce(_set_paused.group_key, q.group_key) and q.paused is not null
             and scope <> array[q.name, q.kind, q.group_key]
             -- What is narrower than a queue has a kind or a group, and so an index.
             and (_set_paused.queue is null or q.kind <> '' or q.group_key <> '')
-        returning q.ctid
+        returning jsonb_strip_nulls(to_jsonb(q) - 'paused') as rest
     )
-    select array_agg(c.ctid) into written from cleared as c;
-    delete from pgqueue.queue as q
-    where q.ctid = any (written) and jsonb_strip_nulls(to_jsonb(q) - '{name,kind,group_key}'::text[]) = '{}';
+    insert into pgqueue.queue
+    select q.*
+    from narrower as n
+    cross join jsonb_populate_record(null::pgqueue.queue, n.rest) as q
+    where n.rest - '{name,kind,group_key}'::text[] <> '{}';
     perform pgqueue._resolve(scope[1]);
 end;
 $$;
