@@ -40,8 +40,6 @@ with leased as (
     where :'queue' in ('', s.queue)
     order by place
     limit 10
-), locked as (
-    select h.detail as problem, h.hint || ';' as fix from pgqueue.health() as h where h.check = 'locks' and h.hint <> ''
 ), due as (
     select distinct on (j.queue) j.id, j.queue, j.kind, j.group_key, j.run_at
     from (select j.* from pgqueue.jobs as j order by j.id limit 50000) as j
@@ -54,45 +52,42 @@ with leased as (
     ) as d
 )
 select
-    l.id, left(l.queue, 40) as queue, left(l.kind, 40) as kind, l.problem, l.fix
+    f.id, left(f.queue, 40) as queue, left(f.kind, 40) as kind, f.problem,
+    case
+        when f.problem like 'its queue is paused%' then format('select pgqueue.resume(%L);', f.queue)
+        when f.problem like 'its kind is paused%' then format('select pgqueue.resume(%L, kind => %L);', f.queue, f.kind)
+        when f.problem like 'its group is paused%'
+            then format('select pgqueue.resume(%L, group_key => %L);', f.queue, f.group_key)
+        when f.problem like 'its kind and group are paused%'
+            then format('select pgqueue.resume(%L, kind => %L, group_key => %L);', f.queue, f.kind, f.group_key)
+        when f.problem ~ '^its (queue|kind .*|group .*) runs as many jobs as it may'
+            then 'raise max_running with pgqueue.configure'
+        when f.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
+        when f.problem ~ '^its (row|table) is locked: session ' then format(
+            'select pg_terminate_backend(%s);', (regexp_match(f.problem, '^its \w+ is locked: session (\d+)'))[1]
+        )
+        when f.problem ~ '^its (row|table) is locked: prepared ' then format(
+            'rollback prepared %L;', (regexp_match(f.problem, '^its \w+ is locked: prepared transaction (.*?) has used it'))[1]
+        )
+        when f.problem ~ '^its group .* waits for the retry of job \d+ at ' then format(
+            'select pgqueue.run_now(%s);', (regexp_match(f.problem, '.* waits for the retry of job (\d+) at '))[1]
+        )
+        when f.problem like 'blocked: waits for job %' then format(
+            'select pgqueue.why(%s);', (regexp_match(f.problem, '^blocked: waits for job (\d+)'))[1]
+        )
+        when f.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
+        when f.problem like 'ready: %no worker has claimed%' then 'start a worker'
+        when f.problem like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
+        else f.fix
+    end as fix
 from (
-    select null::bigint as id, null as queue, null as kind, 0 as place, l.problem, l.fix from locked as l
+    select null::bigint as id, null as queue, null as kind, null as group_key, 0 as place, h.detail as problem, h.hint || ';' as fix
+    from pgqueue.health() as h
+    where h.check = 'locks' and h.hint <> ''
     union all
-    select
-        w.id, w.queue, w.kind, w.place, w.problem,
-        case
-            when w.problem like 'its queue is paused%' then format('select pgqueue.resume(%L);', w.queue)
-            when w.problem like 'its kind is paused%'
-                then format('select pgqueue.resume(%L, kind => %L);', w.queue, w.kind)
-            when w.problem like 'its group is paused%'
-                then format('select pgqueue.resume(%L, group_key => %L);', w.queue, w.group_key)
-            when w.problem like 'its kind and group are paused%'
-                then format('select pgqueue.resume(%L, kind => %L, group_key => %L);', w.queue, w.kind, w.group_key)
-            when w.problem ~ '^its (queue|kind .*|group .*) runs as many jobs as it may'
-                then 'raise max_running with pgqueue.configure'
-            when w.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
-            when w.problem ~ '^its (row|table) is locked: session ' then format(
-                'select pg_terminate_backend(%s);', (regexp_match(w.problem, '^its \w+ is locked: session (\d+)'))[1]
-            )
-            when w.problem ~ '^its (row|table) is locked: prepared ' then format(
-                'rollback prepared %L;', (regexp_match(w.problem, '^its \w+ is locked: prepared transaction (.*?) has used it'))[1]
-            )
-            when w.problem ~ '^its group .* waits for the retry of job \d+ at ' then format(
-                'select pgqueue.run_now(%s);', (regexp_match(w.problem, '.* waits for the retry of job (\d+) at '))[1]
-            )
-            when w.problem like 'blocked: waits for job %' then format(
-                'select pgqueue.why(%s);', (regexp_match(w.problem, '^blocked: waits for job (\d+)'))[1]
-            )
-            when w.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
-            when w.problem like 'ready: %no worker has claimed%' then 'start a worker'
-            when w.problem like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
-            else w.fix
-        end
-    from (
-        select l.id, l.queue, l.kind, null as group_key, l.place, l.problem, l.fix from leased as l
-        union all
-        select w.id, w.queue, w.kind, w.group_key, w.place, w.problem, '' from waiting as w
-    ) as w
-) as l
-order by l.place
+    select l.id, l.queue, l.kind, null, l.place, l.problem, l.fix from leased as l
+    union all
+    select w.id, w.queue, w.kind, w.group_key, w.place, w.problem, '' from waiting as w
+) as f
+order by f.place
 \gx (pager=off border=0)
