@@ -169,7 +169,7 @@ declare
     any_dead pgqueue.dead_job := pgqueue._empty_row('pgqueue.dead_job')::pgqueue.dead_job;
     any_step pgqueue.step := pgqueue._empty_row('pgqueue.step')::pgqueue.step;
     any_schedule pgqueue.schedule := pgqueue._empty_row('pgqueue.schedule')::pgqueue.schedule;
-    came jsonb[];
+    came pgqueue.job[];
     there bigint[];
 begin
     with taken as (
@@ -189,28 +189,26 @@ begin
         where t.what = 'schedule'
         on conflict do nothing
     )
-    select array_agg(t.content) filter (where t.what = 'job') into came from taken as t;
+    select array_agg(jsonb_populate_record(any_job, t.content)) into came from taken as t where t.what = 'job';
     with arrived as (
         insert into pgqueue.job as j overriding system value
-        select r.* from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r
+        select c.* from unnest(came) as c
         on conflict (queue, unique_key) where j.unique_key is not null do nothing
         returning j.id
     )
     select array_agg(a.id) into there from arrived as a;
     insert into pgqueue.job overriding system value
     select r.*
-    from unnest(came) as c (job)
-    cross join jsonb_populate_record(any_job, c.job || '{"unique_key": null}') as r
-    where r.id <> all (coalesce(there, '{}'));
+    from unnest(came) as c
+    cross join jsonb_populate_record(c, '{"unique_key": null}') as r
+    where c.id <> all (coalesce(there, '{}'));
     perform
-        pgqueue._make_group_permits(r.queue, array_agg(r.group_key), pgqueue._in_force(r.queue)),
-        pgqueue._make_permits_for(r.queue, (pgqueue._in_force(r.queue)).caps, null)
-    from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r
-    group by r.queue;
-    perform pgqueue._reopened(
-        array_agg(r.queue), array_agg(r.priority), array_agg(r.group_key), array_agg(r.run_at)
-    )
-    from unnest(came) as c (job) cross join jsonb_populate_record(any_job, c.job) as r;
+        pgqueue._make_group_permits(c.queue, array_agg(c.group_key), pgqueue._in_force(c.queue)),
+        pgqueue._make_permits_for(c.queue, (pgqueue._in_force(c.queue)).caps, null)
+    from unnest(came) as c
+    group by c.queue;
+    perform pgqueue._reopened(array_agg(c.queue), array_agg(c.priority), array_agg(c.group_key), array_agg(c.run_at))
+    from unnest(came) as c;
     if 'schedule' = any (whats) then
         perform pgqueue._look_from_now_on();
     end if;
