@@ -200,72 +200,63 @@ begin
 end;
 $$;
 
--- Says that no worker has claimed from a queue, or a kind of it, for a while, judging by the running jobs and the
--- runs of the last ten minutes; null if one has. Whether any ever has is looked up in at most 100,000 runs of the
--- log.
-create or replace function pgqueue._unclaimed(queue text, moment timestamptz, kind text default null)
-    returns text
+-- Whether a worker has claimed from a queue, or a kind of it, since then, judging by the running jobs and the log. Of
+-- the whole log it looks at 100,000 runs: if there are more, a worker may have.
+create or replace function pgqueue._is_claimed(queue text, kind text, since timestamptz)
+    returns boolean
     language plpgsql
     set enable_sort = off
     set enable_bitmapscan = on
 as $$
 declare
-    lately timestamptz := moment - interval '10 minutes';
-    whose text := case when kind is null then 'from it' else 'its kind' end;
-    last_claim timestamptz := (
-        select max(f.claimed_at)
+    most int := case when since = '-infinity' then 100000 end;
+begin
+    return exists (
+        select
         from pgqueue._live_lanes(queue) as l
         cross join lateral (
             -- Running jobs stay at their places, near the beginning.
             select j.claimed_at, j.kind
             from pgqueue.job as j
-            where pgqueue._is_in_lane(j, _unclaimed.queue, l.lane)
+            where pgqueue._is_in_lane(j, _is_claimed.queue, l.lane)
             order by j.run_at, j.id
             limit 1000
         ) as f
-        where f.kind = _unclaimed.kind or _unclaimed.kind is null
-    );
-begin
-    return case
-        -- Without runs this is unknown.
-        when (pgqueue._in_force(queue)).keep_runs = 0 or last_claim > lately or exists (
-            select from pgqueue.run as r
-            where r.finished_at > lately and r.queue = _unclaimed.queue and r.worker is not null
-                and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
-        ) then null
-        when last_claim is not null or (
-            select count(*) = 100000 or bool_or(
-                r.queue = _unclaimed.queue and r.worker is not null
-                and (r.kind = _unclaimed.kind or _unclaimed.kind is null)
-            )
-            from (select r.queue, r.kind, r.worker from pgqueue.run as r limit 100000) as r
-        ) then format('no worker has claimed %s for 10 minutes', whose)
-        else format('no worker has claimed %s, as far as the log remembers', whose)
-    end;
+        where f.claimed_at > since and f.kind = coalesce(_is_claimed.kind, f.kind)
+    ) or exists (
+        select
+        from (select r.queue, r.kind, r.worker from pgqueue.run as r where r.finished_at > since limit most) as r
+        where r.queue = _is_claimed.queue and r.worker is not null and r.kind = coalesce(_is_claimed.kind, r.kind)
+    ) or exists (select from pgqueue.run as r where most > 0 offset most - 1);
 end;
 $$;
 
 -- Says that no worker takes the kind of a ready job, or anything from its queue; null if one does, or has put it
--- off.
+-- off, and without a log.
 create or replace function pgqueue._why_unclaimed(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
 as $$
 declare
-    takes_others boolean := exists (
-        select from pgqueue._served() as s where s.queue = job.queue and job.kind <> all (s.kinds)
-    );
+    lately timestamptz := moment - interval '10 minutes';
+    kind text;
 begin
-    if (pgqueue._put_off(job) ->> 'at')::timestamptz > moment - interval '10 minutes' then
+    if (pgqueue._in_force(job.queue)).keep_runs = 0 or (pgqueue._put_off(job) ->> 'at')::timestamptz > lately
+        or pgqueue._is_claimed(job.queue, job.kind, lately)
+    then
         return null;
+    elsif exists (select from pgqueue._served() as s where s.queue = job.queue and job.kind <> all (s.kinds)) then
+        return 'no worker takes its kind: the workers of its queue take others';
+    elsif pgqueue._is_claimed(job.queue, null, lately) then
+        if job.run_at >= lately then
+            return null;
+        end if;
+        kind := job.kind;
     end if;
-    return coalesce(
-        case when takes_others and pgqueue._unclaimed(job.queue, moment, job.kind) is not null
-            then 'no worker takes its kind: the workers of its queue take others'
-        end,
-        pgqueue._unclaimed(job.queue, moment),
-        case when not takes_others and job.run_at < moment - interval '10 minutes'
-            then pgqueue._unclaimed(job.queue, moment, job.kind)
+    return format(
+        'no worker has claimed %s%s', case when kind is null then 'from it' else 'its kind' end,
+        case when pgqueue._is_claimed(job.queue, kind, '-infinity')
+            then ' for 10 minutes' else ', as far as the log remembers'
         end
     );
 end;
