@@ -26,7 +26,7 @@ as $$
     order by m.kind, m.queue, m.key
 $$;
 
--- An empty row as a text, in which what _packed leaves out is a JSON null.
+-- An empty row as a text, but with JSON nulls, which jsonb_populate_record would turn into SQL nulls.
 create or replace function pgqueue._empty_row(relation regclass)
     returns text
     language plpgsql
@@ -41,17 +41,6 @@ begin
         where a.attrelid = relation and a.attnum > 0 and not a.attisdropped
     );
 end;
-$$;
-
--- A row as it is sent, without JSON nulls, which jsonb_populate_record would turn into SQL nulls.
-create or replace function pgqueue._packed(content jsonb)
-    returns jsonb
-    language sql
-    immutable
-as $$
-    select content - array(
-        select n.name from unnest('{payload,value}'::text[]) as n (name) where content -> n.name = 'null'
-    )
 $$;
 
 -- Locks all that belongs to a key, and returns it. state is free, or says why it cannot move: busy (a job is
@@ -102,7 +91,7 @@ begin
             when bool_or(j.permits is not null) then 'kept'
             else 'free'
         end,
-        coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', pgqueue._packed(to_jsonb(j)))), '[]')
+        coalesce(jsonb_agg(jsonb_build_object('what', 'job', 'key', j.id::text, 'content', to_jsonb(j))), '[]')
     into state, parts
     from pgqueue.job as j
     where j.id = any (ids);
@@ -112,14 +101,14 @@ begin
     parts := parts || coalesce((
         select jsonb_agg(jsonb_build_object(
             'what', 'dead_job', 'key', d.id::text,
-            'content', pgqueue._packed(to_jsonb(d)) || jsonb_build_object(
-                'steps', array(select pgqueue._packed(to_jsonb(s)) from pgqueue.step as s where s.job_id = d.id)
+            'content', to_jsonb(d) || jsonb_build_object(
+                'steps', array(select to_jsonb(s) from pgqueue.step as s where s.job_id = d.id)
             )
         ))
         from pgqueue.dead_job as d
         where d.id = any (dead_ids)
     ), '[]') || coalesce((
-        select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', pgqueue._packed(to_jsonb(s))))
+        select jsonb_agg(jsonb_build_object('what', 'schedule', 'key', s.name, 'content', to_jsonb(s)))
         from unnest(recurring) as s
     ), '[]');
 end;
@@ -175,14 +164,17 @@ begin
     with taken as (
         delete from pgqueue.moving as m
         where (m.what, m.key) in (select * from unnest(whats, keys)) and m.content is not null
-        returning m.what, m.content
+        returning m.what, m.content - case when m.content -> 'payload' = 'null' then 'payload' else '' end as content
     ), dead as (
         insert into pgqueue.dead_job
         select r.* from taken as t cross join jsonb_populate_record(any_dead, t.content) as r
         where t.what = 'dead_job'
     ), remembered as (
         insert into pgqueue.step
-        select r.* from taken as t cross join jsonb_populate_recordset(any_step, t.content -> 'steps') as r
+        select r.*
+        from taken as t
+        cross join jsonb_array_elements(t.content -> 'steps') as s (step)
+        cross join jsonb_populate_record(any_step, s.step - case when s.step -> 'value' = 'null' then 'value' else '' end) as r
     ), recurring as (
         insert into pgqueue.schedule
         select r.* from taken as t cross join jsonb_populate_record(any_schedule, t.content) as r
