@@ -151,12 +151,7 @@ select
     clock_timestamp() - c.oldest as oldest_wait,
     clock_timestamp() - c.p99 as p99_wait,
     coalesce(own.paused, shared.paused, false) as paused,
-    case
-        -- Neither has duplicates itself, but together they may.
-        when cardinality(c.workers) > 0 and cardinality(r.workers) > 0
-            then (select count(distinct n.name) from unnest(c.workers || r.workers) as n (name))
-        else coalesce(nullif(cardinality(c.workers), 0), cardinality(r.workers), 0)
-    end as workers,
+    (select count(distinct n.name) from unnest(c.workers || r.workers) as n (name)) as workers,
     coalesce(p.sessions, 0) as parked,
     case
         when coalesce(c.ready, 0) = 0 then interval '0'
