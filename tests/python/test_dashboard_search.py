@@ -439,3 +439,26 @@ def test_what_a_page_of_your_own_asks_reads_as_little(db, many) -> None:
         (top,) = db.execute(explain + query).fetchone()[0]
         plan = top["Plan"]
         assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 3000, query
+
+
+def test_the_pages_find_the_first_jobs_of_a_queue_by_its_index(db) -> None:
+    """A queue with a tenth of all jobs, behind the others."""
+    db.execute(
+        "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload)"
+        " select now(), now(), 0, 20, case when n > 90000 then 'emails' else 'q' || n % 100 end, 'k', '{}'"
+        " from generate_series(1, 100000) as n"
+    )
+    db.execute("analyze pgqueue.job")
+    assert "enable_bitmapscan = off" in OWN_PAGE
+    db.execute("set enable_bitmapscan = off")
+    explain = "explain (analyze, buffers, timing off, format json) "
+    playbook = documents.sections("docs/playbook.md")["Nothing moves"]
+    for page in OWN_PAGE, playbook:
+        text = "\n".join(block.text for block in documents.blocks(page, "sql"))
+        selects = re.findall("^select .*?;", text, flags=re.M | re.S)
+        (query,) = [q for q in selects if "from pgqueue.jobs" in q and "'emails'" in q]
+        # Without why, which counts the jobs ahead.
+        found = query.replace("pgqueue.why(id)", "id")
+        (top,) = db.execute(explain + found).fetchone()[0]
+        plan = top["Plan"]
+        assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 150, query
