@@ -364,8 +364,8 @@ MUTANTS = [
     Mutant(
         "a step is saved by who has lost the lease",
         "flow/step.sql",
-        "where j.id = save_step.job_id and j.token = save_step.token\n    for key share;",
-        "where j.id = save_step.job_id\n    for key share;",
+        "where j.id = save_step.job_id and j.token = save_step.token;",
+        "where j.id = save_step.job_id;",
         ("K",),
     ),
     Mutant(
