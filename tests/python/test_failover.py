@@ -76,6 +76,14 @@ class Pair:
             wait_until(lambda: one(conn, followed) == 1)
         self.repmgr(self.standby, "standby", "register")
 
+    def catch_up(self) -> None:
+        """Wait until the standby has received all that is committed now."""
+        with psycopg.connect(where(self.primary), autocommit=True) as conn:
+            end = one(conn, "select pg_current_wal_lsn()::text")
+        has_it = "select pg_last_wal_receive_lsn() >= %s::pg_lsn"
+        with psycopg.connect(where(self.standby), autocommit=True) as conn:
+            wait_until(lambda: one(conn, has_it, end))
+
     def stall(self) -> int:
         """Have the standby receive no more, and return the process that would."""
         with psycopg.connect(where(self.standby), autocommit=True) as conn:
@@ -237,6 +245,7 @@ def go_through_it(pair: Pair, stalls: bool) -> Verdict:
         workers.start("--lease", "3")
         wait_until(lambda: len(acknowledged) > 200 and len(runs_of(workers)) > 50)
         received_early = set(acknowledged)
+        pair.catch_up()
         receiver = pair.stall() if stalls else None
         count, ran = len(acknowledged), len(runs_of(workers))
         wait_until(lambda: len(acknowledged) > count + 200)
