@@ -75,7 +75,7 @@ begin
         end if;
     end if;
     -- From now on the ends of this queue's jobs look for waits, and claims look around.
-    if awaited >> (hashtext(job_queue) & 255) % 63 & 1 = 0 then
+    if (awaited >> (hashtext(job_queue) & 255) % 63 & 1 = 1) is not true then
         perform pgqueue._mark(pgqueue._settings_bits(job_queue), 'pgqueue.awaited_seq');
     end if;
     if (pg_sequence_last_value('pgqueue.used_seq') < 0) is not true then

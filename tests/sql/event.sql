@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(124);
+select plan(125);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -411,6 +411,14 @@ select results_eq(
         :waiter
     ),
     $$ values ('retry') $$, 'finish fails an attempt that would wait for who waits for it'
+);
+
+-- As a restore of the schema alone leaves it
+select setval('pgqueue.awaited_seq', 0, false);
+select pg_temp.suspended('e', null, null);
+select is(
+    pg_sequence_last_value('pgqueue.awaited_seq') & pgqueue._settings_bits('q'), pgqueue._settings_bits('q'),
+    'a suspend marks its queue also where no mark is known'
 );
 
 select * from finish();
