@@ -417,8 +417,10 @@ declare
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
     for step in 1 .. 20 loop
-        perform pgqueue._sweep_permits();
-        pages := pages - 2;
+        if pages > 0 then
+            perform pgqueue._sweep_permits();
+            pages := pages - 2;
+        end if;
         if ends > 0 then
             ends := ends - ((pgqueue._sweep_some(25))[1] < 25)::int;
         end if;
