@@ -596,16 +596,17 @@ begin
     from (
         select
             p.place, p.is_surplus,
-            case when cap.is_rate then p.free_at > _permits.moment else j.id is not null end as is_held,
+            case when cap.is_rate then p.free_at > _permits.moment
+                -- A retry that is due may take the permit that it has kept.
+                else j.token is not null or coalesce(j.run_at > _permits.moment, false)
+            end as is_held,
             case when cap.is_rate then p.free_at else coalesce(j.lease_expires_at, j.run_at) end as free_at,
             j.id as holder
         from pgqueue.permit as p
         left join lateral (
-            select j.id, j.lease_expires_at, j.run_at
+            select j.id, j.token, j.lease_expires_at, j.run_at
             from pgqueue.job as j
             where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
-                -- A permit kept for a retry that is due may be taken.
-                and (j.token is not null or j.run_at > _permits.moment)
             offset 0
         ) as j on true
         where pgqueue._is_permit_of(p, _permits.queue, cap.kind, cap.group_key)

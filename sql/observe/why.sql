@@ -47,7 +47,7 @@ begin
     foreach cap in array caps loop
         select count(*) as jobs, min(p.free_at) as free_at, min(p.holder) as holder into held
         from pgqueue._permits(job.queue, cap, moment) as p
-        where p.is_held
+        where p.is_held or not cap.is_rate and p.holder <> job.id
         having count(*) >= cap.most;
         continue when not found;
         whose := case
@@ -263,7 +263,7 @@ end;
 $$;
 
 -- If the group of a job has a limit, what holds up the group's first job, which it must not overtake; null for
--- nothing.
+-- nothing. A retry that has kept its permit overtakes all.
 create or replace function pgqueue._why_behind(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
@@ -271,7 +271,9 @@ as $$
 declare
     head pgqueue.job;
 begin
-    if job.group_key is null or (pgqueue._in_force(job.queue, '', job.group_key)).group_limit is null then
+    if job.group_key is null or job.permits is not null
+        or (pgqueue._in_force(job.queue, '', job.group_key)).group_limit is null
+    then
         return null;
     end if;
     select f.* into head

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(52);
+select plan(55);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -106,6 +106,15 @@ select is(
     pg_temp.why(:waits), format('its group invoice 7 waits for the retry of job %s at TIME, and 1 more', :first),
     'why tells for whose retry a group waits'
 );
+select pgqueue.run_now(:first);
+select is(
+    pg_temp.why(:waits), format('its group invoice 7 waits for the retry of job %s at TIME, and 1 more', :first),
+    'also once that retry is due: it takes the permit that it has kept'
+);
+select matches(pg_temp.why(:first), '^ready: waits behind 1 job', 'which the group is not too busy for');
+select pgqueue.enqueue('full', group_key => 'invoice 7', priority => 1) as later \gset
+update pgqueue.job set run_at = now() - interval '1 hour' where id = :waits;
+select matches(pg_temp.why(:first), '^ready: waits behind', 'nor does the retry wait for jobs that come before it');
 select pgqueue.pause('full', group_key => 'invoice 7');
 select is(pg_temp.why(:waits), 'its group is paused', 'why says that its group is paused');
 select pgqueue.pause('full', kind => 'full');
