@@ -17,7 +17,6 @@ from pgqueue.drivers import call, settled
 from pgqueue.payload import result_reader, to_json
 
 T = TypeVar("T")
-STEPS = "select s.name, s.value::pg_catalog.text from pgqueue.steps(%s) as s"
 SAVE = (
     "select pgqueue.save_step(%s, %s, %s, %s::pg_catalog.text::pg_catalog.jsonb)"
     "::pg_catalog.text"
@@ -29,8 +28,10 @@ DEADLINE = (
     " from (select pgqueue.save_step(%s, %s, %s, pg_catalog.to_jsonb("
     "pg_catalog.clock_timestamp() operator(pg_catalog.+) %s::interval)) as at offset 0) as d"
 )
-EVENT = (
-    "select e.payload::pg_catalog.text from pgqueue.events as e"
+# The event's payload comes without a name. A null reads none of that.
+READ = (
+    "select s.name, s.value::pg_catalog.text from pgqueue.steps(%s) as s union all"
+    " select null::pg_catalog.text, e.payload::pg_catalog.text from pgqueue.events as e"
     " where e.name operator(pg_catalog.=) %s::pg_catalog.text"
 )
 RESULTS = (
@@ -148,17 +149,18 @@ class Steps:
             self._suspend(**terms)
 
     async def wait_for(self, event: str, name: str, timeout: timedelta | None) -> Any:
-        known = await self._load()
+        known, payload = self._known, None
+        if known is None or name not in known:
+            known, payload = await self._read(event)
         if name not in known:
-            await self._save(name, await self._look_for(event, name, timeout))
+            found = payload and f'{{"payload": {payload}}}'
+            await self._save(name, found or await self._time_out(event, name, timeout))
         if "payload" not in known[name]:
             raise TimeoutError(f"{event!r} has not happened in time")
         return known[name]["payload"]
 
-    async def _look_for(self, event: str, name: str, timeout: timedelta | None) -> str:
-        """Look whether it has happened, or its time is up; else suspend the job."""
-        if rows := await self._fetch(EVENT, event):
-            return f'{{"payload": {rows[0][0]}}}'
+    async def _time_out(self, event: str, name: str, timeout: timedelta | None) -> str:
+        """Say so if the time to wait for an event is up; else suspend the job."""
         terms, is_over = await self._until(name, f"{name}: until", timeout)
         if not is_over:
             self._suspend(event=event, **terms)
@@ -196,7 +198,7 @@ class Steps:
         while True:
             last = found[-1].id if found else 0
             rows = await self._fetch(RESULTS, *self._lease, last, PAGE)
-            found += [Result(row[0], row[1], row[2], _decode(row[3])) for row in rows]
+            found += [Result(i, k, o, r and json.loads(r)) for i, k, o, r in rows]
             if len(rows) < PAGE:
                 return found
 
@@ -206,17 +208,20 @@ class Steps:
         raise Suspend
 
     async def _load(self) -> dict[str, Any]:
-        if self._known is None:
-            rows = await self._fetch(STEPS, self._lease[0])
-            known = {name: _decode(text) for name, text in rows}
-            if self._known is None:  # another task may have been quicker
-                self._known = known
-        return self._known
+        return (await self._read())[0] if self._known is None else self._known
+
+    async def _read(self, event: str | None = None) -> tuple[dict[str, Any], Any]:
+        """Read the steps, once, and with them the payload of an event that has happened."""
+        job_id = self._lease[0] if self._known is None else None
+        rows = await self._fetch(READ, job_id, event)
+        if self._known is None:  # else another task was quicker
+            self._known = {name: json.loads(text) for name, text in rows if name}
+        return self._known, next((text for name, text in rows if not name), None)
 
     async def _save(self, name: str, text: str | None) -> None:
         """Save a step; if another attempt has, keep what it saved."""
         rows = await self._fetch(SAVE, *self._lease, name, text or "null")
-        (await self._load())[name] = _decode(rows[0][0])
+        (await self._load())[name] = json.loads(rows[0][0])
 
     async def _until(
         self, name: str, until: str, timeout: timedelta | None
@@ -243,7 +248,3 @@ def derived(name: str, most: int = 200) -> str:
         return name
     digest = hashlib.sha256(encoded).hexdigest()[:32]
     return f"{encoded[: most - 40].decode(errors='ignore')}… {digest}"
-
-
-def _decode(text: str | None) -> Any:
-    return None if text is None else json.loads(text)

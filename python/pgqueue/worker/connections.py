@@ -19,6 +19,10 @@ CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
 
 
+def _made(attempt: Attempt) -> Any:
+    return WatchedAsync if attempt.task.is_async else Watched
+
+
 class Connections:
     """Gives each attempt a new connection object over a session that has been reset.
 
@@ -29,8 +33,8 @@ class Connections:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # Each with since when it is idle, and what resets it; the latest is used first.
-        self._idle: list[tuple[float, pq.abc.PGconn, str]] = []
+        # Each with since when it is idle, and whether a handler has had it; the latest is used first.
+        self._idle: list[tuple[float, pq.abc.PGconn, bool]] = []
         self._is_pooled = False
 
     @contextlib.asynccontextmanager
@@ -39,16 +43,11 @@ class Connections:
 
         For a `def` handler it blocks the thread, and never awaits.
         """
-        make: Any = WatchedAsync if attempt.task.is_async else Watched
-        conn = await self._reset(make, attempt) or await self._connect(make)
-        # The deadline is for our own statements, not for the handler's.
-        server = self._server
-        conn.patience = lambda: NEVER if attempt.in_handler else server.patience()
+        transaction = contextlib.AsyncExitStack()
+        conn = await self._reset(attempt, transaction)
+        conn = conn or await self._connect(attempt, transaction)
         try:
-            conn.prepare_threshold = None
-            await settled(conn.set_autocommit(False))
-            await settled(conn.set_isolation_level(database.READ_COMMITTED))
-            async with either(conn.transaction()):
+            async with transaction:
                 yield conn
         except NoAnswer as error:
             self._give_up(attempt, error)
@@ -59,35 +58,51 @@ class Connections:
             if is_idle and not self._is_pooled:
                 # One that was used only by our own statements, for steps, is unchanged and
                 # keeps its plans: without them, a step would cost ten times as much.
-                reset = "select" if attempt.connection is None else "discard all"
-                self._idle.append((time.monotonic(), session, reset))
+                is_used = attempt.connection is not None
+                self._idle.append((time.monotonic(), session, is_used))
             else:
                 session.finish()
 
-    async def _reset(self, make: Any, attempt: Attempt) -> Any:
-        """Reset an idle session that still works, if there is one, for a new object."""
+    async def _reset(self, attempt: Attempt, transaction: Any) -> Any:
+        """Begin in an idle session that still works, if there is one, through a new object."""
         with contextlib.suppress(IndexError):
             while True:
-                _, session, reset = self._idle.pop()
-                conn = make(session)
+                _, session, is_used = self._idle.pop()
+                conn = _made(attempt)(session)
                 try:
-                    await self._execute(conn, reset)
-                    return conn
+                    if is_used:
+                        await self._execute(conn, "discard all")
+                    return await self._begin(conn, attempt, transaction)
                 except NoAnswer as error:
                     self._give_up(attempt, error)
                 except psycopg.Error:  # it has broken while it was idle
                     continue
         return None
 
-    async def _connect(self, make: Any) -> Any:
+    async def _connect(self, attempt: Attempt, transaction: Any) -> Any:
         try:
-            conn = await settled(self._server.connect(make=make))
+            conn = await settled(self._server.connect(make=_made(attempt)))
             cursor = await self._execute(conn, database.BACKEND)
             (backend,) = await settled(cursor.fetchone())
             self._is_pooled = backend != conn.info.backend_pid
+            return await self._begin(conn, attempt, transaction)
         except psycopg.Error as error:
             raise unready("connection", error) from error
-        return conn
+
+    async def _begin(self, conn: Any, attempt: Attempt, transaction: Any) -> Any:
+        """Begin a transaction, which ends with that stack."""
+        # The deadline is for our own statements, not for the handler's.
+        server = self._server
+        conn.patience = lambda: NEVER if attempt.in_handler else server.patience()
+        conn.prepare_threshold = None
+        try:
+            await settled(conn.set_autocommit(False))
+            await settled(conn.set_isolation_level(database.READ_COMMITTED))
+            await transaction.enter_async_context(either(conn.transaction()))
+            return conn
+        except BaseException:
+            conn.pgconn.finish()
+            raise
 
     async def _execute(self, conn: Any, statement: str) -> Any:
         """Run a statement of ours outside a transaction; close what fails."""
