@@ -60,6 +60,7 @@ class Attempt:
     batch_id: int | None = None
     task: Task[Any, Any] = NO_TASK
     connect: Connect = nullcontext  # begins the transaction of its handler
+    ask: Any = None  # runs a statement of ours for it, outside that
     timeout: float | None = None  # seconds
     source: Any = None  # the worker's, see pgqueue.worker.sources; None in tests
     progress: tuple[str | None, ...] | None = None  # done, total, message

@@ -10,13 +10,15 @@ import os
 import random
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
+
+from pgqueue.drivers import settled
 
 Connection = psycopg.Connection[TupleRow]
 
@@ -161,20 +163,22 @@ def pinned(dsn: str) -> str:
     return make_conninfo(**given)
 
 
-def set_up(conn: Connection) -> None:
+async def set_up(conn: Any) -> None:
     """Set READ COMMITTED and, unless behind a pooler, have all statements prepared."""
-    conn.isolation_level = READ_COMMITTED
+    await settled(conn.set_isolation_level(READ_COMMITTED))
     conn.prepare_threshold = None
-    if not is_pooled(conn):
+    if not await is_pooled(conn):
         # Compiling a plan takes longer than any of our statements.
-        conn.execute(
-            f"set {SEARCH_PATH}; set jit = off; set idle_session_timeout = 0;"
-            " set default_transaction_isolation = 'read committed'"
+        await settled(
+            conn.execute(
+                f"set {SEARCH_PATH}; set jit = off; set idle_session_timeout = 0;"
+                " set default_transaction_isolation = 'read committed'"
+            )
         )
         conn.prepare_threshold = 0
 
 
-def transaction(conn: Connection) -> AbstractContextManager[Any]:
+def transaction(conn: Any) -> Any:
     """Ensure READ COMMITTED: behind a pooler it cannot be set for the session."""
     return conn.transaction() if conn.prepare_threshold is None else nullcontext()
 
@@ -194,9 +198,11 @@ def execute(
         return conn.execute(query, params)
 
 
-def is_pooled(conn: Connection) -> bool:
+async def is_pooled(conn: Any) -> bool:
     """Whether a pooler answers: it does not reveal the backend's process id."""
-    return conn.execute(BACKEND).fetchone() != (conn.info.backend_pid,)
+    cursor = await settled(conn.execute(BACKEND))
+    found: bool = await settled(cursor.fetchone()) != (conn.info.backend_pid,)
+    return found
 
 
 def backoff(failures: int) -> float:

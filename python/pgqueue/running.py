@@ -6,8 +6,7 @@ The worker and pgqueue.testing share it. It never raises: at most the job fails.
 import contextvars
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from pgqueue.attempt import (
     decode,
 )
 from pgqueue.client import LeaseLost
-from pgqueue.drivers import run_without_loop, settled
+from pgqueue.drivers import call, run_without_loop, settled
 from pgqueue.judge import completed, judge
 from pgqueue.policy import Middleware, within
 from pgqueue.steps import Steps
@@ -80,8 +79,7 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
             outcome = await _call(attempt, middleware)
             if outcome.name != "suspend" or attempt.steps.last is None:
                 return outcome
-            async with attempt.connect(attempt) as conn:
-                await attempt.steps.end(conn)
+            await attempt.steps.end()
             return SUSPENDED
         async with attempt.connect(attempt) as attempt.connection:
             attempt.in_handler = True
@@ -90,7 +88,7 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
             finally:
                 attempt.in_handler = False
             if outcome.name == "suspend":
-                await attempt.steps.end(attempt.connection)
+                await attempt.steps.end()
             else:
                 params = attempt.id, attempt.token, outcome.text
                 await settled(attempt.connection.execute(COMPLETE, params))
@@ -103,18 +101,15 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
         _end_fork(generation)
 
 
-@asynccontextmanager
-async def _session(attempt: Attempt) -> AsyncIterator[Any]:
-    """Lend the connection of the handler, if it has one, to a statement of ours."""
-    own = attempt.connection
-    async with (
-        nullcontext(own) if own is not None else attempt.connect(attempt) as conn
-    ):
-        attempt.in_handler = False
-        try:
-            yield conn
-        finally:
-            attempt.in_handler = own is not None
+async def _ask(attempt: Attempt, query: str, *params: Any) -> Any:
+    """Return the rows of a statement of ours, from the handler's connection if it has one."""
+    if attempt.connection is None:
+        return await attempt.ask(attempt, query, *params)
+    attempt.in_handler = False
+    try:
+        return await settled(call(attempt.connection, query, params, list))
+    finally:
+        attempt.in_handler = True
 
 
 async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
@@ -125,8 +120,7 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     payload, _ = decode(attempt.payload)
     arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
     if attempt.task.arguments.takes_job or middleware:
-        session = partial(_session, attempt)
-        attempt.steps = Steps(attempt.id, attempt.token, session)
+        attempt.steps = Steps(attempt.id, attempt.token, partial(_ask, attempt))
         job = attempt.as_job(payload)
         if attempt.task.arguments.takes_job:
             arguments = {**arguments, "job": job}

@@ -8,12 +8,11 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from pgqueue.drivers import call, settled
+from pgqueue.drivers import settled
 from pgqueue.payload import result_reader, to_json
 
 T = TypeVar("T")
@@ -43,6 +42,10 @@ SUSPEND = (
     " from pg_catalog.jsonb_to_record(%s::pg_catalog.text::pg_catalog.jsonb)"
     " as t (event pg_catalog.text, run_at timestamp with time zone, after bigint[],"
     " step pg_catalog.text)"
+)
+# It is saved before, as a condition.
+SAVE_AND_SUSPEND = (
+    f"{SUSPEND}, ({SAVE} as value offset 0) as s where s.value is not null"
 )
 PAGE = 1000
 
@@ -80,14 +83,14 @@ class Steps:
         self,
         job_id: int,
         token: int,
-        session: Callable[[], AbstractAsyncContextManager[Any]],
+        ask: Callable[..., Coroutine[Any, Any, list[tuple[Any, ...]]]],
     ) -> None:
         self.terms: str | None = None  # on which the job is to be suspended, in JSON
         # A step to save with that, and its value.
         self.last: tuple[str, str] | None = None
         self.unawaited = 0
         self._lease = job_id, token
-        self._session = session
+        self._ask = ask
         self._known: dict[str, Any] | None = None
         self._counts: Counter[str] = Counter()
         self._names: set[str] = set()
@@ -130,11 +133,13 @@ class Steps:
         if self.unawaited:
             raise RuntimeError("the handler did not await what its job returned")
 
-    async def end(self, conn: Any) -> None:
-        """Suspend the job in a transaction, and save what goes with that: both, or neither."""
-        if self.last is not None:
-            await settled(conn.execute(SAVE, (*self._lease, *self.last)))
-        await settled(conn.execute(SUSPEND, (*self._lease, self.terms)))
+    async def end(self) -> None:
+        """Suspend the job, and save what goes with that: both, or neither."""
+        params = (*self._lease, self.terms)
+        if self.last is None:
+            await self._ask(SUSPEND, *params)
+        else:
+            await self._ask(SAVE_AND_SUSPEND, *params, *self._lease, *self.last)
 
     async def step(self, name: str, run: Callable[[], Any], function: Any) -> Any:
         read = result_reader(function)
@@ -197,7 +202,7 @@ class Steps:
         found: list[Result] = []
         while True:
             last = found[-1].id if found else 0
-            rows = await self._fetch(RESULTS, *self._lease, last, PAGE)
+            rows = await self._ask(RESULTS, *self._lease, last, PAGE)
             found += [Result(i, k, o, r and json.loads(r)) for i, k, o, r in rows]
             if len(rows) < PAGE:
                 return found
@@ -213,14 +218,14 @@ class Steps:
     async def _read(self, event: str | None = None) -> tuple[dict[str, Any], Any]:
         """Read the steps, once, and with them the payload of an event that has happened."""
         job_id = self._lease[0] if self._known is None else None
-        rows = await self._fetch(READ, job_id, event)
+        rows = await self._ask(READ, job_id, event)
         if self._known is None:  # else another task was quicker
             self._known = {name: json.loads(text) for name, text in rows if name}
         return self._known, next((text for name, text in rows if not name), None)
 
     async def _save(self, name: str, text: str | None) -> None:
         """Save a step; if another attempt has, keep what it saved."""
-        rows = await self._fetch(SAVE, *self._lease, name, text or "null")
+        rows = await self._ask(SAVE, *self._lease, name, text or "null")
         (await self._load())[name] = json.loads(rows[0][0])
 
     async def _until(
@@ -231,14 +236,9 @@ class Steps:
             return {}, False
         over = derived(f"{name}: over")
         known = await self._load()
-        rows = await self._fetch(DEADLINE, *self._lease, until, timeout)
+        rows = await self._ask(DEADLINE, *self._lease, until, timeout)
         run_at, is_over = rows[0]
         return {"run_at": run_at, "step": over}, is_over or over in known
-
-    async def _fetch(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
-        async with self._session() as conn:
-            rows: list[tuple[Any, ...]] = await settled(call(conn, query, params, list))
-            return rows
 
 
 def derived(name: str, most: int = 200) -> str:

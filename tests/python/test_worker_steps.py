@@ -1,6 +1,7 @@
 """Steps that a retry does not repeat, and jobs that wait without a worker, in Python."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 from datetime import timedelta
@@ -16,6 +17,10 @@ from worker_harness import QUEUE, Workers, wait_until
 pytest_plugins = ["worker_harness"]
 
 APP = ("--app", "worker_steps_app")
+OF_WORKERS = (
+    "select pid from pg_stat_activity"
+    " where application_name like 'pgqueue %%' and datname = current_database()"
+)
 SLEEPS = ("sleeps", "asleeps", "tsleeps", "tasleeps")
 
 
@@ -27,8 +32,8 @@ def quick(db) -> None:
     db.execute("create table written (what text)")
 
 
-def start(workers: Workers, *args: str) -> subprocess.Popen[bytes]:
-    return workers.start(*APP, *args)
+def start(workers: Workers, *args: str, **kwargs: str) -> subprocess.Popen[bytes]:
+    return workers.start(*APP, *args, **kwargs)
 
 
 def burst(workers: Workers) -> None:
@@ -69,6 +74,40 @@ def test_a_worker_killed_between_two_steps_repeats_none_of_them(
     assert one(db, "select max(attempt) from pgqueue.run") == 2
     assert column(db, "select * from pgqueue.steps(%s)", id) == []
     assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("kind", ["two", "atwo"])
+def test_a_step_does_not_notice_that_idle_sessions_were_killed(
+    db, workers, kind
+) -> None:
+    start(workers)
+    for count in range(3):
+        ids = [enqueue(db, kind) for _ in range(3)]
+        assert all(result(db, id) == ["did first", "did second"] for id in ids)
+        kill = f"select count(pg_terminate_backend(pid)) from ({OF_WORKERS}) as w"
+        assert one(db, kill) > 1, count
+    assert one(db, "select max(attempt) from pgqueue.run") == 1
+
+
+@pytest.mark.parametrize("kind", ["two", "atwo"])
+def test_steps_behind_a_pooler_change_no_session_and_need_none(
+    db, workers, pooler, kind
+) -> None:
+    setting = "default_transaction_isolation"
+
+    def all_backends(query: str) -> set[str]:
+        """Run it on each of the four, by as many transactions at once."""
+        with contextlib.ExitStack() as stack:
+            conns = [stack.enter_context(psycopg.connect(pooler)) for _ in range(4)]
+            return {one(conn, query) for conn in conns}
+
+    all_backends(f"select set_config('{setting}', 'serializable', false)")
+    worker = start(workers, "--poll-interval", "0.2", dsn=pooler)
+    ids = [enqueue(db, kind) for _ in range(3)]
+    assert all(result(db, id) == ["did first", "did second"] for id in ids)
+    assert workers.finish(worker) == 0
+    assert all_backends(f"show {setting}") == {"serializable"}
+    assert one(db, "select max(attempt) from pgqueue.run") == 1
 
 
 def test_a_step_gives_a_retry_what_it_gave_by_its_annotation(db, workers) -> None:

@@ -17,7 +17,7 @@ from psycopg.pq import TransactionStatus
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import Attempt, Outcome
-from pgqueue.drivers import either, is_in_transaction, lent
+from pgqueue.drivers import call, either, is_in_transaction, lent, settled
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry
 from pgqueue.running import run, run_async
@@ -76,6 +76,7 @@ def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
     is_async = attempt.task.is_async
     turn: Any = asyncio.Lock() if is_async else threading.Lock()
     attempt.connect = lambda _: _savepoint(conn, is_async, turn)
+    attempt.ask = _ask
     if is_async:
         return _await(lambda: run_async(attempt, app.middleware))
     return _call(lambda: run(attempt, app.middleware))
@@ -91,6 +92,11 @@ async def _savepoint(
         with lent(conn, make) as loan:
             async with either(loan.transaction()):
                 yield loan
+
+
+async def _ask(attempt: Attempt, query: str, *params: Any) -> Any:
+    async with attempt.connect(attempt) as loan:
+        return await settled(call(loan, query, params, list))
 
 
 def _call(function: Callable[[], Outcome]) -> Outcome:

@@ -21,6 +21,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
+from pgqueue.drivers import run_without_loop
 from pgqueue.install import VERSION, advice
 from pgqueue.policy import Middleware
 from pgqueue.terminal import explain, say
@@ -203,7 +204,7 @@ def check(conninfo: str, where: str = "") -> int:
             told = advice(installed)
             denied = database.execute(conn, DENIED, {"functions": FUNCTIONS}).fetchall()
             ((is_read_only,),) = database.execute(conn, "show transaction_read_only")
-            is_pooled = database.is_pooled(conn)
+            is_pooled = run_without_loop(database.is_pooled(conn))
     except database.INCOMPATIBLE as error:
         print(f"{where}no pgqueue: {explain(error)}")
         return 3

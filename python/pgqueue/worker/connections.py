@@ -1,8 +1,11 @@
-"""Connections for handlers with transaction=True, over sessions that are reused."""
+"""Connections for handlers with transaction=True, and for the steps of the others.
+
+The sessions of both are reused, but never one for the other.
+"""
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import psycopg
@@ -10,7 +13,7 @@ from psycopg import pq
 
 from pgqueue import database
 from pgqueue.attempt import Attempt
-from pgqueue.drivers import either, settled
+from pgqueue.drivers import call, either, settled
 from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
 from pgqueue.worker.seldom import SELDOM, log, unready
 
@@ -23,6 +26,19 @@ def _made(attempt: Attempt) -> Any:
     return WatchedAsync if attempt.task.is_async else Watched
 
 
+def _is_idle(session: pq.abc.PGconn) -> bool:
+    return session.transaction_status == pq.TransactionStatus.IDLE
+
+
+@contextlib.contextmanager
+def _finished_if_it_fails(conn: Any) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        conn.pgconn.finish()
+        raise
+
+
 class Connections:
     """Gives each attempt a new connection object over a session that has been reset.
 
@@ -33,8 +49,11 @@ class Connections:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # Each with since when it is idle, and whether a handler has had it; the latest is used first.
-        self._idle: list[tuple[float, pq.abc.PGconn, bool]] = []
+        # Each with since when it is idle; the latest is used first.
+        self._idle: list[tuple[float, pq.abc.PGconn]] = []
+        # Of these the objects, too, which know what is prepared.
+        self._own: dict[Any, list[tuple[float, pq.abc.PGconn, Any]]]
+        self._own = {Watched: [], WatchedAsync: []}
         self._is_pooled = False
 
     @contextlib.asynccontextmanager
@@ -43,76 +62,82 @@ class Connections:
 
         For a `def` handler it blocks the thread, and never awaits.
         """
-        transaction = contextlib.AsyncExitStack()
-        conn = await self._reset(attempt, transaction)
-        conn = conn or await self._connect(attempt, transaction)
+        conn = await self._reset(attempt) or await self._connect(attempt)
+        # The deadline is for our own statements, not for the handler's.
+        server = self._server
+        conn.patience = lambda: NEVER if attempt.in_handler else server.patience()
         try:
-            async with transaction:
+            conn.prepare_threshold = None
+            await settled(conn.set_autocommit(False))
+            await settled(conn.set_isolation_level(database.READ_COMMITTED))
+            async with either(conn.transaction()):
                 yield conn
         except NoAnswer as error:
             self._give_up(attempt, error)
             raise
         finally:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
-            is_idle = session.transaction_status == pq.TransactionStatus.IDLE
-            if is_idle and not self._is_pooled:
-                # One that was used only by our own statements, for steps, is unchanged and
-                # keeps its plans: without them, a step would cost ten times as much.
-                is_used = attempt.connection is not None
-                self._idle.append((time.monotonic(), session, is_used))
+            if _is_idle(session) and not self._is_pooled:
+                self._idle.append((time.monotonic(), session))
             else:
                 session.finish()
 
-    async def _reset(self, attempt: Attempt, transaction: Any) -> Any:
-        """Begin in an idle session that still works, if there is one, through a new object."""
+    async def ask(self, attempt: Attempt, query: str, *params: Any) -> Any:
+        """Return the rows of a statement of ours, from a session that keeps its plans.
+
+        If an idle session turns out to be broken, it runs again in another one.
+        """
+        idle = self._own[_made(attempt)]
+        while True:
+            try:
+                (_, _, conn), is_new = idle.pop(), False
+            except IndexError:
+                conn, is_new = await self._connect(attempt, is_own=True), True
+            try:
+                async with either(database.transaction(conn)):
+                    return await settled(call(conn, query, params, list))
+            except psycopg.Error as error:
+                if isinstance(error, NoAnswer):
+                    self._give_up(attempt, error)
+                if is_new or not conn.closed:
+                    raise
+            finally:
+                is_pooled = conn.prepare_threshold is None
+                if _is_idle(conn.pgconn) and not is_pooled:
+                    idle.append((time.monotonic(), conn.pgconn, conn))
+                else:
+                    conn.pgconn.finish()
+
+    async def _reset(self, attempt: Attempt) -> Any:
+        """Reset an idle session that still works, if there is one, for a new object."""
         with contextlib.suppress(IndexError):
             while True:
-                _, session, is_used = self._idle.pop()
+                _, session = self._idle.pop()
                 conn = _made(attempt)(session)
                 try:
-                    if is_used:
-                        await self._execute(conn, "discard all")
-                    return await self._begin(conn, attempt, transaction)
+                    with _finished_if_it_fails(conn):
+                        conn.patience = self._server.patience
+                        await settled(conn.set_autocommit(True))
+                        await settled(conn.execute("discard all"))
+                    return conn
                 except NoAnswer as error:
                     self._give_up(attempt, error)
                 except psycopg.Error:  # it has broken while it was idle
                     continue
         return None
 
-    async def _connect(self, attempt: Attempt, transaction: Any) -> Any:
+    async def _connect(self, attempt: Attempt, is_own: bool = False) -> Any:
         try:
             conn = await settled(self._server.connect(make=_made(attempt)))
-            cursor = await self._execute(conn, database.BACKEND)
-            (backend,) = await settled(cursor.fetchone())
-            self._is_pooled = backend != conn.info.backend_pid
-            return await self._begin(conn, attempt, transaction)
+            with _finished_if_it_fails(conn):
+                conn.patience = self._server.patience
+                if is_own:
+                    await database.set_up(conn)
+                else:
+                    self._is_pooled = await database.is_pooled(conn)
         except psycopg.Error as error:
             raise unready("connection", error) from error
-
-    async def _begin(self, conn: Any, attempt: Attempt, transaction: Any) -> Any:
-        """Begin a transaction, which ends with that stack."""
-        # The deadline is for our own statements, not for the handler's.
-        server = self._server
-        conn.patience = lambda: NEVER if attempt.in_handler else server.patience()
-        conn.prepare_threshold = None
-        try:
-            await settled(conn.set_autocommit(False))
-            await settled(conn.set_isolation_level(database.READ_COMMITTED))
-            await transaction.enter_async_context(either(conn.transaction()))
-            return conn
-        except BaseException:
-            conn.pgconn.finish()
-            raise
-
-    async def _execute(self, conn: Any, statement: str) -> Any:
-        """Run a statement of ours outside a transaction; close what fails."""
-        conn.patience = self._server.patience
-        try:
-            await settled(conn.set_autocommit(True))
-            return await settled(conn.execute(statement))
-        except BaseException:
-            conn.pgconn.finish()
-            raise
+        return conn
 
     def _give_up(self, attempt: Attempt, error: NoAnswer) -> None:
         said = attempt, error.seconds
@@ -123,6 +148,8 @@ class Connections:
 
     def close_idle(self, after: float) -> None:
         """Close the sessions that have been idle for this many seconds."""
-        with contextlib.suppress(IndexError):
-            while self._idle[0][0] <= time.monotonic() - after:
-                self._idle.pop(0)[1].finish()
+        idle: Any
+        for idle in (self._idle, *self._own.values()):
+            with contextlib.suppress(IndexError):
+                while idle[0][0] <= time.monotonic() - after:
+                    idle.pop(0)[1].finish()

@@ -163,6 +163,7 @@ class Dispatcher(Service):
             elif task := self._terms.app.find(attempt.kind):
                 attempt.prepare(task, self._terms.timeout)
                 attempt.connect = self.connections.connection
+                attempt.ask = self.connections.ask
             else:  # leave it to other workers, but not at once
                 attempt.outcome = UNKNOWN_KIND
                 self._finisher.put(attempt)

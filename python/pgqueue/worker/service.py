@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 import psycopg
 
 from pgqueue import database
+from pgqueue.drivers import run_without_loop
 from pgqueue.worker.deadline import Server, Watched, lack_of_files
 
 KEEP = 60.0  # seconds for which a session that is not used is kept
@@ -67,7 +68,7 @@ class Service(ABC):
     def connect(self) -> Iterator[Watched]:
         with closing(self._server.connect(self.times)) as conn:
             conn.patience = self.patience
-            database.set_up(conn)
+            run_without_loop(database.set_up(conn))
             self._server.greet(conn)
             yield conn
 
