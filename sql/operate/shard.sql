@@ -146,8 +146,8 @@ create or replace function pgqueue.after_failover(always boolean default false)
     set jit = off
 as $$
 declare
-    skipped bigint := 1000000 * coalesce((select s.of from pgqueue.shard as s), 1);
     timeline bigint;
+    skipped bigint;
     refused boolean := pgqueue._refuse(
         -- Enough such calls would use up all numbers.
         case when always and not has_function_privilege(pgqueue._caller(), 'pgqueue.shard(int, int, bigint)', 'execute')
@@ -171,6 +171,9 @@ begin
     if always is not true and timeline = pg_sequence_last_value('pgqueue._cell_timeline'::regclass) then
         return false;
     end if;
+    -- More after each promotion: this server may know nothing of those that the last primary has skipped.
+    skipped := 1000000 * greatest(timeline - pg_sequence_last_value('pgqueue._cell_timeline'::regclass), 1)
+        * coalesce((select s.of from pgqueue.shard as s), 1);
     perform setval('pgqueue.job_id_seq', nextval('pgqueue.job_id_seq') + skipped),
         setval('pgqueue.token_seq', nextval('pgqueue.token_seq') + skipped);
     -- Last, so that an interrupted call is repeated. A rollback undoes none of this.
@@ -180,11 +183,12 @@ end;
 $$;
 
 comment on function pgqueue.after_failover(boolean) is
-'Skips a million ids and tokens if a standby has been promoted, or a base backup
-recovered, since the last call: those that the old primary may have given out
-without its standby knowing. Call it in each session before its first claim, as
-the worker does, and in a producer before its first enqueue if ids are known
-outside. always: skips in any case, as after a restore of a dump; for operators.
+'Skips a million ids and tokens for each time that a standby was promoted, or a
+base backup recovered, since the last call: those that the old primary may have
+given out without its standby knowing. Call it in each session before its first
+claim, as the worker does, and in a producer before its first enqueue if ids are
+known outside. always: skips in any case, as after a restore of a dump; for
+operators.
 Returns whether it has skipped any.
 Raises 42501 (always, and the caller is no operator).';
 

@@ -332,6 +332,32 @@ def test_the_token_of_a_lost_claim_is_not_given_out_again(pair):
             conn.execute("select pgqueue.complete(%s, %s)", lost[-1])
 
 
+def test_no_failover_gives_out_a_token_of_an_earlier_one():
+    """Also to a standby that has not received what the last primary skipped before its claims."""
+    with Cluster(fast=True) as cluster:
+        with psycopg.connect(where(cluster), autocommit=True) as conn:
+            conn.execute("create extension pgqueue")
+            conn.execute("select pgqueue.enqueue('q')")
+        standby = cluster.data.with_name("standby")
+        tokens = []
+        for _ in range(3):
+            cluster.stop()
+            (cluster.data / "standby.signal").touch()
+            cluster.start()
+            with psycopg.connect(where(cluster), autocommit=True) as conn:
+                conn.execute("select pg_promote()")
+            cluster.stop()
+            subprocess.run(["cp", "-a", cluster.data, standby], check=True)
+            cluster.start()
+            with psycopg.connect(where(cluster), autocommit=True) as conn:
+                assert one(conn, "select pgqueue.after_failover()") is True
+                tokens.append(one(conn, "select token from pgqueue.claim('q', 'w')"))
+            cluster.stop()
+            shutil.rmtree(cluster.data)
+            standby.rename(cluster.data)
+    assert len(set(tokens)) == 3
+
+
 def test_ids_of_lost_jobs_come_again_unless_the_producer_calls_it_too(pair):
     enqueue = "select pgqueue.enqueue('q')"
     producer = f"{pair.dsn} user=producer"
