@@ -157,6 +157,15 @@ def arguments(db: psycopg.Connection, function: str) -> list[str]:
     return found
 
 
+def test_the_sequences_that_are_dumped_are_named(db):
+    query = (
+        "select c.relname from pg_extension as e join pg_class as c on c.oid = any(e.extconfig)"
+        " where e.extname = 'pgqueue' and c.relkind = 'S'"
+    )
+    named = re.findall(r"`(\w+_seq)`", SECTIONS["Sequences"])
+    assert sorted(named) == sorted(column(db, query))
+
+
 def test_the_options_of_enqueue_are_its_arguments(db):
     rows = documents.table(SECTIONS["Enqueue"], "option", "default")
     assert names(rows) == arguments(db, "enqueue")
