@@ -46,7 +46,7 @@ begin
         array_agg(c.name) filter (where strpos(c.query, 'unnest(held)') > 0)
     into known, branches, read_seen, read_held
     from (values
-    ('waits', null::interval, null::float8, null::float8, 'no queue keeps a job waiting beyond its wait_target', $$
+    ('waits', null::interval, null::numeric, null::numeric, 'no queue keeps a job waiting beyond its wait_target', $$
         select
             not o.is_paused and o.wait > 4 * o.target,
             format(

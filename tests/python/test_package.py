@@ -256,13 +256,23 @@ def test_the_plain_file_makes_the_same_objects_and_runs_only_once(db, empty, run
         assert column(conn, "select id from pgqueue.claim('q', 'w')") == [id]
 
 
-def test_the_plain_file_runs_where_plpgsql_checks_all_it_can(empty):
-    """As its documentation recommends for a development database."""
+def test_the_plain_file_makes_the_same_objects_whatever_is_set(db, empty):
+    """Also if plpgsql checks all it can, as its documentation recommends for development."""
+    said = []
     with psycopg.connect(dbname=empty, autocommit=True) as conn:
-        conn.execute("set plpgsql.extra_warnings = 'all'")
-        conn.execute("set plpgsql.extra_errors = 'all'")
+        conn.add_notice_handler(lambda notice: said.append(notice.message_primary))
+        for setting in (
+            "plpgsql.extra_warnings = 'all'", "plpgsql.extra_errors = 'all'", "extra_float_digits = -15",
+            "standard_conforming_strings = off", "escape_string_warning = off", "transform_null_equals = on",
+            "array_nulls = off", "intervalstyle = 'sql_standard'", "datestyle = 'SQL, DMY'", "timezone = 'Pacific/Apia'",
+            "search_path = ''", "default_transaction_isolation = 'serializable'", "bytea_output = 'escape'",
+        ):  # fmt: skip
+            conn.execute(f"set {setting}")
         conn.execute(script(".plain").read_text())
-        assert one(conn, "select pgqueue.version()") == version()
+        assert said == []
+        conn.execute("reset all")
+        for query in CATALOG, "table pgqueue.checks", "table pgqueue.settings":
+            assert conn.execute(query).fetchall() == db.execute(query).fetchall()
 
 
 def test_nothing_in_the_plain_file_is_for_psql_alone():
