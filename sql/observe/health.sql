@@ -715,7 +715,7 @@ begin
         select
             false,
             format('index %s has column %s of table job, which each claim changes: it has to write to all indexes of job',
-                c.relname, string_agg(a.attname, ', ')
+                c.relname, string_agg(a.attname, ', ' order by a.attnum)
             ),
             format('drop index concurrently pgqueue.%I', c.relname)
         from pg_index as i
