@@ -10,6 +10,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import psycopg
+
 from pgqueue.attempt import (
     COMPLETED,
     LOST,
@@ -20,12 +22,13 @@ from pgqueue.attempt import (
     decode,
 )
 from pgqueue.client import LeaseLost
-from pgqueue.drivers import call, run_without_loop, settled
-from pgqueue.judge import completed, judge
+from pgqueue.drivers import call, either, run_without_loop, settled
+from pgqueue.judge import completed, judge, not_stored
 from pgqueue.policy import Middleware, within
 from pgqueue.steps import Steps
 
-COMPLETE = "select pgqueue.complete(%s, %s, %s::pg_catalog.jsonb)"
+JSON = "%s::pg_catalog.jsonb"
+COMPLETE = f"select pgqueue.complete(%s, %s, {JSON})"
 NO_MIDDLEWARE: Any = nullcontext()
 
 
@@ -90,6 +93,7 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
             if outcome.name == "suspend":
                 await attempt.steps.end()
             else:
+                await check_result(attempt.connection, outcome)
                 params = attempt.id, attempt.token, outcome.text
                 await settled(attempt.connection.execute(COMPLETE, params))
         if outcome.name == "suspend":
@@ -99,6 +103,21 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
         return judge(attempt, error)
     finally:
         _end_fork(generation)
+
+
+async def check_result(conn: Any, outcome: Outcome) -> psycopg.Error | None:
+    """Replace a result that the database's encoding lacks a character for: the work is done."""
+    text = (outcome.text or "") if outcome.name == "complete" else ""
+    is_stored = conn.info.parameter_status("server_encoding") == "UTF8"
+    if is_stored or (text.isascii() and "\\u" not in text):
+        return None
+    try:
+        async with either(conn.transaction()):
+            await settled(conn.execute(f"select {JSON} is null", (text,)))
+    except (psycopg.DataError, psycopg.NotSupportedError) as error:
+        outcome.text, outcome.error = not_stored(error), error
+        return error
+    return None
 
 
 async def _ask(attempt: Attempt, query: str, *params: Any) -> Any:

@@ -309,7 +309,7 @@ begin
             from unnest(texts, problems) with ordinality as t (result, problem, place)
             order by t.place
         );
-    exception when data_exception or program_limit_exceeded then
+    exception when data_exception or feature_not_supported or program_limit_exceeded then
         -- One by one, so that a bad one does not affect the others.
         results := array_fill(null::jsonb, array[cardinality(texts)]);
         for place in 1 .. cardinality(texts) loop
@@ -317,7 +317,7 @@ begin
                 if problems[place] is null then
                     results[place] := texts[place]::jsonb;
                 end if;
-            exception when data_exception or program_limit_exceeded then
+            exception when data_exception or feature_not_supported or program_limit_exceeded then
                 problems[place] := 'the result cannot be stored: ' || sqlerrm;
             end;
         end loop;
@@ -365,7 +365,7 @@ begin
                         then 'the terms of a suspension are event, run_at, after and step'
                     end
                 );
-            exception when data_exception or program_limit_exceeded then
+            exception when data_exception or feature_not_supported or program_limit_exceeded then
                 problems[place] := 'it cannot be suspended on these terms: ' || sqlerrm;
             end;
         end loop;

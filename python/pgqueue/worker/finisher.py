@@ -12,8 +12,10 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.attempt import LARGEST_RESULT, LOST, SUSPENDED, Attempt, Outcome
-from pgqueue.judge import not_stored, summary
+from pgqueue.drivers import run_without_loop
+from pgqueue.judge import summary
 from pgqueue.policy import Retry
+from pgqueue.running import check_result
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Server
@@ -99,7 +101,8 @@ class Finisher(Service):
         to_finish = [a for a in batch if a.outcome.name != "none"]
         if conn.info.parameter_status("server_encoding") != "UTF8":
             for attempt in to_finish:
-                check_result(conn, attempt)
+                if error := run_without_loop(check_result(conn, attempt.outcome)):
+                    warn(attempt, error)
         finish, refused = partial(protocol.finish, conn), partial(fail, conn)
         for found in protocol.one_by_one(finish, to_finish, refused):
             statuses |= found
@@ -155,18 +158,6 @@ class Finisher(Service):
 def warn(attempt: Attempt, error: BaseException) -> None:
     reason = printable(summary(error))
     log.warning("%s: its result is not stored: %s", attempt, reason)
-
-
-def check_result(conn: database.Connection, attempt: Attempt) -> None:
-    """Replace a result that has a character which the database's encoding lacks: the work is done."""
-    text = attempt.outcome.text or ""
-    if attempt.outcome.name != "complete" or (text.isascii() and "\\u" not in text):
-        return
-    try:
-        conn.execute("select %s::pg_catalog.jsonb is null", (text,))
-    except psycopg.DataError as error:
-        warn(attempt, error)
-        attempt.outcome.text = not_stored(error)
 
 
 def fail(
