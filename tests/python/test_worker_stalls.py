@@ -10,6 +10,7 @@ import pgqueue
 import psycopg
 import pytest
 from conftest import column, one
+from pgqueue import Worker
 from worker_harness import QUEUE, RESTING, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
@@ -28,6 +29,8 @@ class Proxy:
     def __init__(self, server: str) -> None:
         self._server = server
         self._listener = socket.create_server(("127.0.0.1", 0))
+        # So that little is on its way.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         self.port = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
         self._servers: list[socket.socket] = []
@@ -35,6 +38,7 @@ class Proxy:
         self._stalls_next = False
         self._garbles_next = False
         self._may_go = threading.Event()
+        self.pause = 0.0  # seconds after each 64 kB
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -63,6 +67,7 @@ class Proxy:
                     self._garbles_next = False
                     data = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
                 sink.sendall(data)
+                self._may_go.wait(self.pause * len(data) / 65536)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             pass
@@ -166,9 +171,7 @@ def test_a_connection_that_is_never_made_is_given_up_as_soon_as_a_call(
 def test_a_worker_is_not_healthy_while_a_call_is_past_its_deadline(db, dsn) -> None:
     ticks: list[None] = []
     app = pgqueue.App()
-    worker = pgqueue.Worker(
-        app, {QUEUE: 1}, dsn=dsn, on_tick=lambda: ticks.append(None)
-    )
+    worker = Worker(app, {QUEUE: 1}, dsn=dsn, on_tick=lambda: ticks.append(None))
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
@@ -240,3 +243,26 @@ def test_a_job_whose_completion_arrived_unanswered_is_not_said_to_be_lost(
     said = "attempt 1: reported: the connection broke before the answer"
     assert said in workers.log()
     assert workers.finish(worker) == 0
+
+
+def test_a_link_that_is_slow_but_not_silent_carries_a_large_payload_and_result(
+    db, proxy
+) -> None:
+    app = pgqueue.App()
+
+    @app.job("echo")
+    def echo(text: str) -> str:
+        return text
+
+    proxy.pause = 0.02
+    pgqueue.enqueue(db, "q", {"text": "x" * 5_000_000}, kind="echo")
+    worker = Worker(app, {"q": 1}, dsn=through(proxy, db), call_timeout=1)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        wait_until(lambda: outcomes(db) == {"completed": 1})
+    finally:
+        worker.stop()
+        worker.stop()
+        thread.join(30)
+    assert one(db, "select length(result::text) from pgqueue.run") > 5_000_000

@@ -24,7 +24,7 @@ from pgqueue.install import VERSION, advice
 from pgqueue.worker.seldom import Outages, log
 
 NEVER = float("inf")
-SHORTEST = 3.0  # seconds that a call may take, however short the lease
+SHORTEST = 3.0  # seconds to wait for an answer, however short the lease
 
 
 class NoAnswer(psycopg.OperationalError):
@@ -65,7 +65,7 @@ class Patient:
 
 
 class Watched(Patient, psycopg.Connection[TupleRow]):
-    """Gives up a call that takes longer than `patience` says."""
+    """Gives up a call when nothing has moved for longer than `patience` says."""
 
     def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for the server; all calls of psycopg pass through here."""
@@ -80,16 +80,18 @@ class WatchedAsync(Patient, psycopg.AsyncConnection[TupleRow]):
 
 
 def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]:
-    """Pass on what a call of psycopg waits for; raise NoAnswer when time is up.
+    """Pass on what a call of psycopg waits for; raise NoAnswer when nothing moves for too long.
 
     psycopg comes back ten times a second, even if nothing has arrived.
     """
     seconds, ready = conn.patience(), None
-    began = conn.waits_since = time.monotonic()
+    conn.waits_since = time.monotonic()
     try:
         while True:
             waits_for = call.send(ready)
-            if time.monotonic() > began + seconds:
+            if ready:  # over a slow link, much data takes its time
+                conn.waits_since = time.monotonic()
+            elif time.monotonic() > conn.waits_since + seconds:
                 conn.pgconn.finish()
                 raise NoAnswer(seconds)
             ready = yield waits_for
@@ -148,7 +150,7 @@ class Server:
         return make.connect(self.dsn, connect_timeout=timeout, autocommit=True)
 
     def patience(self, times: float = 1.0) -> float:
-        """Return how many seconds a call may take: a second at least."""
+        """Return how many seconds a call may go without an answer: a second at least."""
         useful = self._call_timeout or max(self.lease, SHORTEST)
         return max(1.0, useful * times)
 
