@@ -276,6 +276,27 @@ def test_a_limit_of_a_queue_is_that_of_the_worker(three):
     assert gate.most == 2
 
 
+def test_a_queue_with_a_limit_that_another_database_was_just_asked_for_is_not_forgotten(
+    two,
+):
+    gate = Gate()
+    gate.let_go(1000)
+    shares = {"work": Share(limit=1), "other": Share()}
+    worker = Worker(gate.app, shares, dsn=two, poll_interval=60)
+    with running(worker), sessions(two) as (first, second), sessions(two) as (hub, _):
+        wait_until(lambda: worker.sources.is_drained)  # both are connected
+        with first.transaction():
+            first.execute("lock table pgqueue.job in exclusive mode")
+            asks, other = worker.sources.dispatchers
+            before = other.served_at
+            other._has_news = True  # so the first leaves it half of the slots
+            hub.execute("notify pgqueue")
+            wait_until(lambda: asks.asked)
+            pgqueue.enqueue(second, "work", kind="wait")
+            wait_until(lambda: other.served_at > before and not other.is_hungry())
+        wait_for_counts(two, COUNT, [0, 0])
+
+
 def test_a_burst_ends_when_no_database_has_anything_due(two):
     app = pgqueue.App()
 

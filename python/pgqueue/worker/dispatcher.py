@@ -48,7 +48,7 @@ class Dispatcher(Service):
         self._quiet_until = 0.0
         self._is_due = False  # something may be, by then
         self._may_claim = False
-        self._has_looked = False  # in all queues
+        self._looked: set[str] = set()  # in these queues, the last time
         self._lacks_slots = False
         self._again = False  # after_failover() before each claim
         self._woken, self._waker = socket.socketpair()
@@ -77,7 +77,7 @@ class Dispatcher(Service):
     @property
     def is_drained(self) -> bool:
         """Whether nothing was due when the last job had ended; from any thread."""
-        is_free = self._has_looked and not self.held
+        is_free = self._looked == self._terms.shares.keys() and not self.held
         # In this order: news of what a job has enqueued comes before its end.
         return is_free and self._is_settled()
 
@@ -89,7 +89,7 @@ class Dispatcher(Service):
     def work(self, conn: database.Connection) -> None:
         self._again = protocol.after_failover(conn)
         parks = self._start_listening(conn)
-        self._has_news, self._has_looked, say_at = True, False, 0.0
+        self._has_news, self._looked, say_at = True, set(), 0.0
         while not self.over.is_set():
             if time.monotonic() >= say_at:  # what it serves: a busy worker never rests
                 say_at = math.inf if parks else time.monotonic() + SAY_AGAIN
@@ -99,15 +99,19 @@ class Dispatcher(Service):
             self._may_claim = kinds != [] and not self._turns.is_paused
             if self._may_claim:
                 queues, want = self._turns.take(self)
+                # One may have been closed only by the claim of another database.
+                if want > 0 and not self._has_news and queues.keys() - self._looked:
+                    self._has_news = True
+                    continue
             self._lacks_slots = want <= 0
-            if want > 0 and not self._is_settled():
+            if want > 0 and self.asked:
                 # When merely polling, only rest() looks: one scan of the queue is enough.
                 may_claim = self._has_news or self._is_due
                 if may_claim and self._claim(conn, queues, kinds, want) == want:
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
                 self._turns.settle(self)
-                self._has_looked = len(queues) == len(self._terms.shares)
+                self._looked = set(queues)
             self._sleep(conn, want)
 
     def run(self) -> None:
@@ -206,7 +210,8 @@ class Dispatcher(Service):
         self.succeeded()  # also if it has just connected, and wants nothing
         if self._turns.is_quick:
             time.sleep(GATHER)
-        timeout = HANG if self._lacks_slots and not self._server.is_alone else 1.0
+        waits = self._lacks_slots or self._looked != self._terms.shares.keys()
+        timeout = HANG if waits and not self._server.is_alone else 1.0
         if want > 0:
             timeout = min(timeout, self._quiet_until - time.monotonic())
         if timeout > 0 and not (self._has_news and want > 0) and not self.over.is_set():
