@@ -231,18 +231,21 @@ $$;
 create or replace function pgqueue._unblock_groups(queue text, group_key text)
     returns void
     language plpgsql
-    -- So that the tickets of a single group are found by an index.
+    -- So that the tickets of a group or a queue are found by an index.
     set plan_cache_mode = force_custom_plan
     set enable_seqscan = off
     set enable_tidscan = on
 as $$
+declare
+    -- As in _apply_limits.
+    whole_queue text := case when coalesce(group_key, '*') = '*' then queue end;
 begin
     update pgqueue.ticket as t
     set at = clock_timestamp(), served = 0, is_blocked = false, is_full = false
     where t.ctid = any (array(
         select b.ctid
         from pgqueue.ticket as b
-        where b.is_blocked and pgqueue._is_ticket_of(
+        where b.is_blocked and hashtext(b.queue) = hashtext(coalesce(whole_queue, b.queue)) and pgqueue._is_ticket_of(
             b, coalesce(_unblock_groups.queue, b.queue), coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
         )
         for update skip locked
@@ -251,9 +254,10 @@ begin
     insert into pgqueue.ticket (at, priority, queue, group_key)
     select distinct clock_timestamp(), t.priority, t.queue, t.group_key
     from pgqueue.ticket as t
-    where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin)) and pgqueue._is_ticket_of(
-        t, coalesce(_unblock_groups.queue, t.queue), coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key)
-    );
+    where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
+        and hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue)) and pgqueue._is_ticket_of(
+            t, coalesce(_unblock_groups.queue, t.queue), coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key)
+        );
     -- Positions may no longer be right, so forget all of them.
     perform setval(format('pgqueue._cell_%s', n)::regclass, 0) from generate_series(0, 30, 2) as n;
 end;

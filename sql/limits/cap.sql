@@ -302,7 +302,7 @@ $$;
 create or replace function pgqueue._apply_limits(queue text, group_key text)
     returns void
     language plpgsql
-    -- So that a single group is found by an index.
+    -- So that a single group, or the groups of a queue, are found by an index.
     set plan_cache_mode = force_custom_plan
     set enable_indexscan = on
     set enable_seqscan = on
@@ -310,6 +310,8 @@ create or replace function pgqueue._apply_limits(queue text, group_key text)
 as $$
 declare
     moment timestamptz := clock_timestamp();
+    -- Only for all groups of a queue: a single one has an index of its own.
+    whole_queue text := case when coalesce(group_key, '*') = '*' then queue end;
     known record;
     settings pgqueue.queue_in_force;
     cap pgqueue._cap;
@@ -317,9 +319,11 @@ begin
     for known in
         select distinct j.queue, j.group_key
         from pgqueue.job as j
-        where j.group_key is not null and (j.lease_expires_at is not null or j.xmax <> 0) and pgqueue._is_in_group(
-            j, coalesce(_apply_limits.queue, j.queue), coalesce(nullif(_apply_limits.group_key, '*'), j.group_key)
-        )
+        where hashtext(j.queue) = hashtext(coalesce(whole_queue, j.queue))
+            and (j.priority + 1000 * num_nonnulls(j.group_key)) > 500
+            and (j.lease_expires_at is not null or j.xmax <> 0) and j.group_key is not null and pgqueue._is_in_group(
+                j, coalesce(_apply_limits.queue, j.queue), coalesce(nullif(_apply_limits.group_key, '*'), j.group_key)
+            )
         union
         select distinct p.queue, p.group_key
         from pgqueue.permit as p
@@ -341,7 +345,7 @@ begin
     -- Otherwise the first claim would find no permits.
     perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key), pgqueue._in_force(t.queue))
     from pgqueue.ticket as t
-    where pgqueue._is_ticket_of(
+    where hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue)) and pgqueue._is_ticket_of(
         t, coalesce(_apply_limits.queue, t.queue), coalesce(nullif(_apply_limits.group_key, '*'), t.group_key)
     )
     group by t.queue;

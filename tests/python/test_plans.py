@@ -1352,6 +1352,28 @@ def test_a_setting_of_a_group_reads_nothing_of_the_others(db, call):
     assert costs[1] <= 2 * costs[0], costs
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "resume('r')",
+        "configure('r', group_limit => 2)",
+        "configure('r', group_key => '*', rate_limit => 9)",
+    ],
+)
+def test_a_setting_for_the_groups_of_a_queue_reads_nothing_of_other_queues(db, call):
+    """Each used to read all tickets or, for a limit, all jobs."""
+    db.execute(
+        "select pgqueue.enqueue('r', group_key => 'g ' || n) from generate_series(1, 9) as n"
+    )
+    costs = []
+    for groups in (200, 20_000):
+        fill_groups(db, groups, 1)
+        costs.append(min(pages(db, f"select pgqueue.{call}") for _ in range(5)))
+    db.execute("analyze pgqueue.job, pgqueue.ticket")
+    costs.append(min(pages(db, f"select pgqueue.{call}") for _ in range(5)))
+    assert max(costs) <= 2 * costs[0], costs
+
+
 def test_of_many_sessions_that_maintain_one_reads_a_long_table_of_jobs(connect, db):
     """It was each of them, once a minute."""
     maintain = "select * from pgqueue.maintain()"
