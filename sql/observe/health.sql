@@ -100,7 +100,7 @@ begin
                         and (q.others is null or p.is_paused <> pgqueue._is_wanted(j.kind, j.group_key, null, q.others))
                     limit 1
                 ) as w
-                where f.first <= moment and moment - w.run_at > q.target
+                where f.first < moment - q.target and w.run_at < moment - q.target
                 order by f.queue, p.is_paused, w.run_at
             ) as e
         ) as o
@@ -395,13 +395,14 @@ begin
         where not q.paused and q.oldest_wait > t.allowed and q.workers = 0
             and n.name not in (select v.queue from pgqueue._served() as v)
             -- Not if kinds or groups are paused: perhaps that is all of its waiting jobs.
-            and pgqueue._paused(n.name, false) is null
+            and case when s.has_pauses then pgqueue._paused(n.name, false) end is null
             -- Without runs it is unknown whether any worker claims, and with a slow rate claims may be rare.
             and s.keep_runs > 0
             and not exists (
                 select from pgqueue.queue as o
-                where o.name in ('', n.name) and num_nonnulls(o.max_running, o.rate_limit, o.rate_period) > 0
-                    and o.rate_period > patience
+                where o.name in ('', n.name) and o.rate_period > patience and num_nonnulls(
+                    o.max_running, o.rate_limit, o.rate_period, o.weight, o.group_limit, o.group_on_retry
+                ) > 0
             )
         order by q.oldest_wait desc
     $$),

@@ -738,7 +738,8 @@ def test_health_reads_no_more_of_a_long_queue_than_of_a_short_one(db):
     assert found(db, "waits")[0][0] == "critical"
 
 
-def test_health_finds_the_settings_of_one_of_many_queues_by_an_index(db):
+@pytest.mark.parametrize("setting", ["wait_target => '1 hour'", "max_attempts => 5"])
+def test_health_finds_the_settings_of_one_of_many_queues_by_an_index(db, setting):
     for _ in range(6):
         db.execute("select from pgqueue.health()")
     late = (
@@ -749,12 +750,25 @@ def test_health_finds_the_settings_of_one_of_many_queues_by_an_index(db):
     health = "select from pgqueue.health()"
     without = pages(db, health)
     db.execute(
-        "select pgqueue.configure('queue ' || n, wait_target => '1 hour') from generate_series(1, 2000) as n"
+        f"select pgqueue.configure('queue ' || n, {setting}) from generate_series(1, 2000) as n"
     )
     # A few pages for each queue; the table has dozens.
     assert pages(db, health) - without < 10 * 2000
     db.execute("analyze pgqueue.queue")
     assert pages(db, health) - without < 10 * 2000
+
+
+def test_health_looks_only_at_the_first_job_of_a_queue_in_time(db):
+    db.execute(
+        "select pgqueue.enqueue('queue ' || n) from generate_series(1, 1000) as n"
+    )
+    for query in (
+        waits := "select from pgqueue._found('waits')",
+        lanes := "select from pgqueue._lanes()",
+    ):
+        db.execute(query)
+    # One more page says whether anything is set for a queue.
+    assert pages(db, waits) < 1.5 * pages(db, lanes)
 
 
 # The whole server
