@@ -104,7 +104,9 @@ begin
                 order by f.queue, p.is_paused, w.run_at
             ) as e
         ) as o
-        cross join lateral (select j as job from pgqueue.job as j where j.id = o.id offset 0) as s
+        left join lateral (
+            select j as job from pgqueue.job as j where j.id = o.id and o.place <= 5 offset 0
+        ) as s on true
         cross join lateral (
             select case when o.is_paused and o.place <= 5 then pgqueue._why_paused(s.job) end as reason offset 0
         ) as r
@@ -491,7 +493,7 @@ begin
         cross join lateral (values (q.queue collate "default")) as n (name)
         cross join lateral (select most * (pgqueue._in_force(n.name)).wait_target as most) as t
         -- Not for a burst that has just begun, whose rate is not known yet, nor if some of the jobs are paused.
-        where not q.paused and q.oldest_wait > patience and q.time_to_empty > t.most
+        where not q.paused and q.oldest_wait > patience and q.time_to_empty is not null and q.time_to_empty > t.most
             and pgqueue._paused(n.name, false) is null
         order by q.time_to_empty desc
     $$),

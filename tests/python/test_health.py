@@ -771,6 +771,33 @@ def test_health_looks_only_at_the_first_job_of_a_queue_in_time(db):
     assert pages(db, waits) < 1.5 * pages(db, lanes)
 
 
+def test_health_looks_up_the_five_jobs_that_it_names(db):
+    db.execute(
+        "select pgqueue.enqueue('queue ' || n, run_at => now() - interval '1 hour') from generate_series(1, 1000) as n"
+    )
+    for query in (
+        waits := "select from pgqueue._found('waits')",
+        lanes := "select from pgqueue._lanes()",
+    ):
+        db.execute(query)
+    # Two descents for each lane, and a page that says whether anything is set for its queue.
+    assert pages(db, waits) < 2.9 * pages(db, lanes)
+
+
+def test_health_asks_what_is_set_only_for_queues_with_a_rate(db):
+    db.execute("select pgqueue.configure(null, max_attempts => 5)")
+    db.execute(
+        "select pgqueue.enqueue('queue ' || n, run_at => now() - interval '1 hour') from generate_series(1, 1000) as n"
+    )
+    seen = "select from (select array(select q from pgqueue.queues as q) as seen offset 0) as s"
+    backlog = (
+        f"{seen} cross join lateral pgqueue._found('backlog', '2 minutes', 12, s.seen)"
+    )
+    for query in seen, backlog:
+        db.execute(query)
+    assert pages(db, backlog) - pages(db, f"{seen} where seen <> '{{}}'") < 100
+
+
 # The whole server
 
 
