@@ -178,6 +178,25 @@ def test_a_search_that_stops_early_says_so_and_can_go_on(
     assert "Looked at 100 jobs" in text and "among those looked at" in text
 
 
+@pytest.mark.parametrize("ago", ["1 second", "50 minutes", "9 days"])
+@pytest.mark.parametrize("lasted", ["20 ms", "1 minute"])
+def test_the_first_page_of_what_has_ended_shows_the_last_of_a_burst(
+    site, db, ago, lasted
+) -> None:
+    """Of a burst of more runs than a page looks at; the first page used to be empty."""
+    db.execute(
+        "insert into pgqueue.run (slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker)"
+        " select floor(date_part('epoch', f.at) / 86400)::int %% 16, 1, n, f.at, '1 s', '1 s', 'q', 'k', 'completed', 'w'"
+        " from generate_series(1, 6000) as n"
+        " cross join lateral (select now() - %(ago)s::interval - n / 6000.0 * %(lasted)s::interval) as f (at)",
+        {"ago": ago, "lasted": lasted},
+    )
+    page = site().get("/jobs?state=completed")
+    assert ids(page.text) == list(range(1, 51))
+    following = re.search(r'<a href="(/jobs\?[^"]*)" rel="next"', page.text)[1]
+    assert ids(site().get(unescape(following)).text) == list(range(51, 101))
+
+
 @pytest.mark.parametrize(
     ("query", "status", "says"),
     [

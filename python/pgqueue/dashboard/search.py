@@ -142,8 +142,8 @@ select count(*) as rows from (
 """
 LIVE_SEARCH = LIVE, LIVE_WALKS, LIVE_FILTERS
 DEAD_SEARCH = DEAD, DEAD_WALKS, DEAD_FILTERS
-# How far back the log is read for a page, until it has enough.
-SPANS = [timedelta(seconds=s) for s in (1, 10, 60, 600, 3600, 21600, 86400, 15 * 86400)]
+# The log is read back in steps of time, each longer than the last, unless there are many runs.
+SHORTEST, LOG = timedelta(milliseconds=10), timedelta(days=15)
 
 
 def page(reading: Reading) -> Page:
@@ -225,28 +225,31 @@ def find(reading: Reading, state: str, given: Row) -> Row:
 
 
 def find_ended(reading: Reading, state: str, given: Row) -> Row:
-    """Look back in the log, further and further, until there is a page, or too much to read."""
+    """Look back in the log, step by step, until there is a page, or too much to read."""
     reading.conn.execute("set local enable_bitmapscan = on")
     now = reading.rights["now"]
     place = place_of(reading.asked.get("from"), 2) or [str(now), str(2**63 - 1)]
-    until = moment(place[0])
-    filters = where(ENDED_FILTERS, given)
-    query = ENDED.format(filters=filters, looked=LOOKED, rows=ROWS + 1)
-    values = {**given, "until": place[0], "below": place[1]}
-    values["outcomes"] = OUTCOMES[state]
+    since, below = moment(place[0]), place[1]
+    oldest, span, growth, left = since - LOG, SHORTEST, 10, LOOKED
     found: list[Row] = []
-    since = until
-    for span in SPANS:
-        before = {**values, "since": until - span}
-        read = reading.row(COUNT.format(looked=LOOKED), **before) or {}
-        # The shortest is read whatever it has, so that each page gets further.
-        if read["rows"] >= LOOKED and span != SPANS[0]:
+    while since > oldest:
+        step = {**given, "outcomes": OUTCOMES[state], "below": below}
+        step |= {"until": since, "since": since - span}
+        read = (reading.row(COUNT.format(looked=left), **step) or {})["rows"]
+        if read >= left and span > SHORTEST:
+            span, growth = max(span / 4, SHORTEST), 2
+            continue
+        # The first step is taken whatever it has, so that each page gets further.
+        if read >= left < LOOKED:
             break
-        since = until - span
-        found = reading.rows(query, **before)
+        query = ENDED.format(
+            filters=where(ENDED_FILTERS, given), looked=left, rows=ROWS + 1 - len(found)
+        )
+        found += reading.rows(query, **step) if read else []
         if len(found) > ROWS:
             return {"jobs": found[:ROWS], "next": found[ROWS - 1]["place"]}
-    is_short = since > until - SPANS[-1]
+        since, below, left, span = since - span, "0", left - read, span * growth
+    is_short = since > oldest
     following = [since.isoformat(), "0"] if is_short else None
     return {"jobs": found, "next": following, "short": is_short, "back_to": since}
 
