@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 
-HERE = Path(__file__).resolve().parent
-PATH = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -20,14 +19,8 @@ def run(dsn: str, tmp_path: Path) -> Run:
     def run(
         module: str, *args: str | bytes, **env: str
     ) -> subprocess.CompletedProcess[str]:
-        ours = {"PYTHONPATH": f"{tmp_path}:{PATH}", "PGQUEUE_DSN": dsn}
-        return subprocess.run(
-            [sys.executable, "-m", module, *args],
-            env={**os.environ, **ours, **env},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        ours = {"PYTHONPATH": f"{tmp_path}:{forked.PATH}", "PGQUEUE_DSN": dsn}
+        command = [sys.executable, "-m", module, *args]
+        return forked.run(command, env={**os.environ, **ours, **env}, cwd=tmp_path)
 
     return run

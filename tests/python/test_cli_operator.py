@@ -8,8 +8,8 @@ import sys
 
 import pgqueue
 import pytest
-from command_line import PATH
 from conftest import column, one
+from forked import PATH
 
 pytest_plugins = ["command_line"]
 

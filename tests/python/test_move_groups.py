@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
+import forked
 import pgqueue
 import psycopg
 import pytest
@@ -297,11 +297,9 @@ def test_jobs_move_under_load_and_kills_and_run_once(two):
 
 
 def workers_command(dsns: list[str]) -> subprocess.Popen[bytes]:
-    path = {"PYTHONPATH": str(Path(pgqueue.__file__).parents[1])}
     words = [sys.executable, "-m", "pgqueue", *named(dsns), "move-groups"]
-    return subprocess.Popen(
-        words, env={**os.environ, **path}, stdout=subprocess.DEVNULL
-    )
+    env = {**os.environ, "PYTHONPATH": forked.PATH}
+    return forked.Popen(words, env=env, stdout=subprocess.DEVNULL)
 
 
 def ids(dsn: str) -> list[int]:

@@ -1,13 +1,10 @@
 """Schedules between sessions, workers and crashes: each slot has one job, in time."""
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections import Counter
-from pathlib import Path
 
 import documents
 import pgqueue
@@ -19,7 +16,7 @@ from psycopg import errors
 from test_plans import pages
 from worker_harness import wait_until, where
 
-pytest_plugins = ["worker_harness"]
+pytest_plugins = ["worker_harness", "command_line"]
 
 FIRE = "select done from pgqueue.maintain() where task = 'fire schedules'"
 SLOTS = "select headers ->> 'slot' from pgqueue.job where headers ? 'schedule'"
@@ -437,26 +434,14 @@ def test_a_handler_that_recurs_must_be_callable_without_arguments() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--burst"]])
-def test_a_worker_whose_cron_text_is_wrong_ends_with_its_error(workers, tmp_path, more):
+def test_a_worker_whose_cron_text_is_wrong_ends_with_its_error(run, tmp_path, more):
     (tmp_path / "wrong.py").write_text(
         "import pgqueue\napp = pgqueue.App()\n\n"
         "@app.job('x', cron='0 0 30 2 *')\ndef x() -> None: ...\n"
     )
-    command = [sys.executable, "-m", "pgqueue.worker", "--app", "wrong", "--queue", "q"]
-    worker = subprocess.run(
-        [*command, *more],
-        cwd=tmp_path,
-        env={**os.environ, "PGQUEUE_DSN": workers.dsn, "PYTHONPATH": _path(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    worker = run("pgqueue.worker", "--app", "wrong", "--queue", "q", *more)
     assert worker.returncode != 0
     assert "cron names a day that never comes" in worker.stderr
-
-
-def _path(folder: Path) -> str:
-    return os.pathsep.join((str(folder), str(Path(pgqueue.__file__).parents[1])))
 
 
 # Without a worker

@@ -9,8 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
+import forked
 import pgqueue
 import psycopg
 import pytest
@@ -443,11 +443,8 @@ def test_the_log_says_which_database_a_job_is_of(two, workers):
 
 
 def command(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    path = {"PYTHONPATH": str(Path(pgqueue.__file__).parents[1])}
-    return subprocess.run(
-        [sys.executable, "-m", *args],
-        capture_output=True, text=True, env={**os.environ, **path, **env},
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": forked.PATH, **env}
+    return forked.run([sys.executable, "-m", *args], env=env)
 
 
 def test_check_status_and_health_say_it_of_each(two):

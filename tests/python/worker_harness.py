@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import forked
 import psycopg
 import pytest
 from cluster import Cluster
 
-HERE = Path(__file__).resolve().parent
 QUEUE = "work"
 # Workers that rest. (The lock of a parked one is there before rest() has looked.)
 RESTING = (
@@ -59,7 +59,6 @@ class Workers:
         prefix=(),
         output: int | None = None,
     ) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
         command = [*prefix, sys.executable, "-m", "pgqueue.worker"]
         if "--app" not in args:
             command += ["--app", "worker_app"]
@@ -68,14 +67,16 @@ class Workers:
         ours = {
             "PGQUEUE_DSN": dsn or self.dsn,
             "RAN": str(self.ran),
-            "PYTHONPATH": path,
+            "PYTHONPATH": forked.PATH,
             "PYTHONUNBUFFERED": "",  # so that prints are buffered, and could be lost
         }
+        env = env or {}
+        is_usual = not prefix and "PYTHONPATH" not in env
         with (self.folder / "log").open("ab") as log:
-            process = subprocess.Popen(
+            process = (forked if is_usual else subprocess).Popen(
                 [*command, *args],
                 cwd=self.folder,
-                env={**os.environ, **ours, **(env or {})},
+                env={**os.environ, **ours, **env},
                 stdout=log if output is None else output,
                 stderr=log if output is None else output,
             )

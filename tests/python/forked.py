@@ -1,0 +1,111 @@
+"""Starts `python -m …` as subprocess.Popen does, by a fork of a Python that has imported pgqueue.
+
+The import, of psycopg above all, is most of what a command costs, and the tests run a thousand. A
+process from here has the command line, folder, environment, standard streams and parent that it
+would have; only /proc shows the command line and environment of what was forked. Where more is
+asked for, such as a shell in front, or another package in the path, tests start Python as always.
+So do supervisors.
+"""
+
+import ctypes
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PATH = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
+SERVE = (
+    "import runpy, pgqueue.worker, forked; runpy._run_module_as_main(forked.serve())"
+)
+# What Python looks at when it starts. (The path can be set later.)
+SHAPE = ("PYTHON", "LC_", "LANG")
+SUBREAPER = 36  # for prctl(): be the parent of descendants whose own has ended
+LOCK = threading.Lock()
+
+
+class Popen(subprocess.Popen):
+    """Its options are the streams, text, cwd and env."""
+
+    def _execute_child(self, args, *more) -> None:
+        if sys.platform != "linux":
+            return super()._execute_child(args, *more)
+        cwd, env, *streams = (more[n] for n in (4, 5, 9, 12, 14))
+        command = [os.fsdecode(arg) for arg in args]
+        shape = {k: v for k, v in env.items() if v and k.startswith(SHAPE)}
+        shape.pop("PYTHONPATH", None)
+        with LOCK, tempfile.TemporaryFile() as request:
+            pickle.dump((command, cwd, env), request)
+            request.seek(0)
+            channel = server(frozenset(shape.items()))
+            fds = [n if fd == -1 else fd for n, fd in enumerate(streams)]
+            ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+            socket.send_fds(channel, [b"."], [request.fileno(), *fds])
+            self.pid = int(channel.recv(20))
+            channel.recv(1)  # now it is our child
+            ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
+        self._child_created = True
+        self._close_pipe_fds(*more[9:15])
+
+
+@cache
+def server(shape: frozenset[tuple[str, str]]) -> socket.socket:
+    """Return the way to a process that can be forked; it ends with this one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(SHAPE)} | dict(shape)
+    env["PYTHONPATH"] = PATH
+    # Not seekable and no terminal: neither are, to Python, the streams of what it starts.
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with theirs:
+        subprocess.Popen([sys.executable, "-c", SERVE], env=env, **streams)
+    return ours
+
+
+def serve() -> str:
+    """Fork for each request. Return there, as a child of the client, what module to run."""
+    channel = socket.socket(fileno=os.dup(0))
+    while True:
+        asked, fds, _, _ = socket.recv_fds(channel, 1, 4)
+        if not asked:
+            sys.exit()
+        if not (between := os.fork()):
+            if not (child := os.fork()):
+                break
+            channel.send(str(child).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        channel.send(b".")
+        for fd in fds:
+            os.close(fd)
+    channel.close()
+    with open(fds[0], "rb") as request:
+        command, cwd, env = pickle.load(request)
+    for number, fd in enumerate(fds[1:]):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(cwd or ".")
+    os.environ.clear()
+    os.environ.update(env)
+    time.tzset()
+    first = [os.getcwd(), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[: 1 + len(PATH.split(os.pathsep))] = first
+    sys.orig_argv[:] = command
+    sys.argv[:] = command[1:2] + command[3:]
+    return command[2]
+
+
+def run(command: list[str | bytes], **options) -> subprocess.CompletedProcess[str]:
+    """Run it to its end, of at most a minute, and keep the text that it writes."""
+    streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with Popen(command, text=True, **streams, **options) as process:
+        try:
+            texts = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, *texts)
