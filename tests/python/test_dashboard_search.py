@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html import unescape
 from urllib.parse import quote, urlencode
 
 import documents
+import psycopg
 import pytest
-from conftest import column, one
+from conftest import column, database, one
 from dashboard_site import Site, kill
 from pgqueue.dashboard import pages, search
 from pgqueue.dashboard.pages import Page, Reading, read
@@ -37,9 +38,16 @@ def all_pages(site: Site, **asked: str) -> list[list[int]]:
     return pages
 
 
-@pytest.fixture
-def mixed(db) -> dict[str, list[int]]:
-    """Make jobs that differ in one thing each."""
+@pytest.fixture(scope="module")
+def mixed(template) -> Iterator[tuple[str, dict[str, int]]]:
+    """Make a database with jobs that differ in one thing each."""
+    with database(template) as dsn:
+        with psycopg.connect(dsn, autocommit=True) as db:
+            jobs = differing(db)
+        yield dsn, jobs
+
+
+def differing(db: psycopg.Connection) -> dict[str, int]:
     db.execute("select pgqueue.configure(null, keep_payloads => true)")
 
     def add(**given: object) -> int:
@@ -116,11 +124,12 @@ def mixed(db) -> dict[str, list[int]]:
     ],
     ids=str,
 )
-def test_a_job_is_found_by_what_is_known_of_it(site, mixed, asked, found) -> None:
+def test_a_job_is_found_by_what_is_known_of_it(serve, mixed, asked, found) -> None:
+    dsn, jobs = mixed
     if "batch" in asked:
-        asked = {"batch": str(mixed["batch id"])}
-    (shown,) = all_pages(site(), **asked)
-    assert sorted(shown) == sorted(mixed[name] for name in found)
+        asked = {"batch": str(jobs["batch id"])}
+    (shown,) = all_pages(serve(dsn), **asked)
+    assert sorted(shown) == sorted(jobs[name] for name in found)
 
 
 @pytest.mark.parametrize(
@@ -312,9 +321,26 @@ def test_nothing_selected_and_another_site_to_go_back_to_are_refused(site, db) -
     assert page.get("/confirm?action=drop&id=1").status == 404
 
 
-@pytest.fixture
-def many(db) -> None:
-    """Make 60,000 jobs, as many dead ones and runs, of which no statistics are known."""
+@pytest.fixture(scope="module", params=["no statistics", "analyzed"])
+def many(template, request) -> Iterator[str]:
+    """Make a database with many jobs."""
+    with database(template) as dsn:
+        with psycopg.connect(dsn, autocommit=True) as db:
+            add_many(db)
+            if request.param == "analyzed":
+                # Many batches, by which the planner guesses how many jobs one has.
+                db.execute(
+                    "insert into pgqueue.tally (batch_id, part, jobs) select -n % 200, n, 1"
+                    " from generate_series(1, 20000) as n"
+                )
+                db.execute("analyze pgqueue.job, pgqueue.dead_job, pgqueue.tally")
+        yield dsn
+
+
+def add_many(db: psycopg.Connection) -> None:
+    """Make 60,000 jobs and as many dead ones, of which no statistics are known."""
+    for table in "job", "dead_job":
+        db.execute(f"alter table pgqueue.{table} set (autovacuum_enabled = off)")
     db.execute(
         "insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, payload)"
         " select now() - n * interval '1 ms', now(), n % 3, 20, 'q' || n % 3, 'k' || n % 7,"
@@ -348,17 +374,7 @@ def many(db) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("is_analyzed", [False, True])
-def test_no_page_reads_more_than_a_bounded_part_of_what_is_there(
-    db, dsn, many, asked, is_analyzed
-) -> None:
-    if is_analyzed:
-        # Many batches, by which the planner guesses how many jobs one has.
-        db.execute(
-            "insert into pgqueue.tally (batch_id, part, jobs) select -n % 200, n, 1"
-            " from generate_series(1, 20000) as n"
-        )
-        db.execute("analyze pgqueue.job, pgqueue.dead_job, pgqueue.tally")
+def test_no_page_reads_more_than_a_bounded_part_of_what_is_there(many, asked) -> None:
     read_by: list[int] = []
 
     class Explained(Reading):
@@ -379,7 +395,7 @@ def test_no_page_reads_more_than_a_bounded_part_of_what_is_there(
     def look(reading: Reading) -> Page:
         return search.page(Explained(reading.conn, asked, reading.rights))
 
-    assert read(dsn, look, asked).context["jobs"] is not None
+    assert read(many, look, asked).context["jobs"] is not None
     # 5,000 rows of the walk, each with a page of the table and a few of the key's index.
     assert sum(read_by) < (100 if "batch" in asked else 8 * search.LOOKED)
 
@@ -445,7 +461,8 @@ def test_what_the_dashboard_asks_of_a_hundred_long_queues_it_reads_of_short_ones
         assert count < (100_000 if "health" in query else 50_000), query
 
 
-def test_what_a_page_of_your_own_asks_reads_as_little(db, many) -> None:
+def test_what_a_page_of_your_own_asks_reads_as_little(db) -> None:
+    add_many(db)
     (block,) = documents.blocks(OWN_PAGE)
     db.execute("select pgqueue.enqueue('emails')")
     db.execute("select pgqueue.complete(id, token) from pgqueue.claim('emails', 'w')")
