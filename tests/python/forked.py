@@ -2,9 +2,9 @@
 
 The import, of psycopg above all, is most of what a command costs, and the tests run a thousand. A
 process from here has the command line, folder, environment, standard streams and parent that it
-would have; only /proc shows the command line and environment of what was forked. Where more is
-asked for, such as a shell in front, or another package in the path, tests start Python as always.
-So do supervisors.
+would have; only /proc shows the command line and environment of what was forked. Anything else,
+such as a shell in front, or another package in the path, is started as always. So are the children
+of supervisors.
 """
 
 import ctypes
@@ -20,23 +20,24 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PATH = os.pathsep.join((str(HERE), str(HERE.parents[1] / "python")))
+PACKAGE = str(HERE.parents[1] / "python")
+PATH = os.pathsep.join((str(HERE), PACKAGE))
 SERVE = (
     "import runpy, pgqueue.worker, forked; runpy._run_module_as_main(forked.serve())"
 )
-# What Python looks at when it starts. (The path can be set later.)
-SHAPE = ("PYTHON", "LC_", "LANG")
+# What Python and psycopg look at when they start. (The path can be set later.)
+SHAPE = ("PYTHON", "PSYCOPG", "LC_", "LANG")
 SUBREAPER = 36  # for prctl(): be the parent of descendants whose own has ended
 LOCK = threading.Lock()
 
 
 class Popen(subprocess.Popen):
-    """Its options are the streams, text, cwd and env."""
+    """Its options are the streams, text, cwd, env and start_new_session."""
 
     def _execute_child(self, args, *more) -> None:
-        if sys.platform != "linux":
+        if not is_usual(args, more[5]):
             return super()._execute_child(args, *more)
-        cwd, env, *streams = (more[n] for n in (4, 5, 9, 12, 14))
+        cwd, env, *streams, new_session = (more[n] for n in (4, 5, 9, 12, 14, 20))
         command = [os.fsdecode(arg) for arg in args]
         shape = {k: v for k, v in env.items() if v and k.startswith(SHAPE)}
         shape.pop("PYTHONPATH", None)
@@ -46,12 +47,24 @@ class Popen(subprocess.Popen):
             channel = server(frozenset(shape.items()))
             fds = [n if fd == -1 else fd for n, fd in enumerate(streams)]
             ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
-            socket.send_fds(channel, [b"."], [request.fileno(), *fds])
+            what = b"session" if new_session else b"process"
+            socket.send_fds(channel, [what], [request.fileno(), *fds])
             self.pid = int(channel.recv(20))
             channel.recv(1)  # now it is our child
             ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
         self._child_created = True
         self._close_pipe_fds(*more[9:15])
+
+
+def is_usual(args: list[str | bytes], env: dict[str, str]) -> bool:
+    """Whether it can be forked: a module, with our package, on Linux."""
+    folders = env.get("PYTHONPATH", "").split(os.pathsep)
+    return (
+        sys.platform == "linux"
+        and args[:2] == [sys.executable, "-m"]
+        and PACKAGE in folders
+        and not any(Path(folder, "sitecustomize.py").exists() for folder in folders)
+    )
 
 
 @cache
@@ -71,7 +84,7 @@ def serve() -> str:
     """Fork for each request. Return there, as a child of the client, what module to run."""
     channel = socket.socket(fileno=os.dup(0))
     while True:
-        asked, fds, _, _ = socket.recv_fds(channel, 1, 4)
+        asked, fds, _, _ = socket.recv_fds(channel, 7, 4)
         if not asked:
             sys.exit()
         if not (between := os.fork()):
@@ -84,6 +97,8 @@ def serve() -> str:
         for fd in fds:
             os.close(fd)
     channel.close()
+    if asked == b"session":
+        os.setsid()
     with open(fds[0], "rb") as request:
         command, cwd, env = pickle.load(request)
     for number, fd in enumerate(fds[1:]):
@@ -101,11 +116,11 @@ def serve() -> str:
 
 
 def run(command: list[str | bytes], **options) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, of at most a minute, and keep the text that it writes."""
+    """Run it to its end, and keep the text that it writes."""
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with Popen(command, text=True, **streams, **options) as process:
         try:
-            texts = process.communicate(timeout=60)
+            texts = process.communicate(timeout=100)
         finally:
             process.kill()
     return subprocess.CompletedProcess(command, process.returncode, *texts)

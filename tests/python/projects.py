@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pgqueue
 
 PACKAGE = Path(pgqueue.__file__).parents[1]
@@ -31,14 +32,8 @@ class Project:
 
     def try_to(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a program to its end."""
-        return subprocess.run(
-            [sys.executable, *self.program, *args],
-            cwd=self.folder,
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        command = [sys.executable, *self.program, *args]
+        return forked.run(command, cwd=self.folder, env={**self.env, **env})
 
     def run(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a program that has to end well."""
@@ -49,7 +44,7 @@ class Project:
     def start(self, *args: str, **env: str) -> subprocess.Popen[bytes]:
         """Start a program, which ends with the test."""
         command = [sys.executable, *self.program, *args]
-        process = subprocess.Popen(
+        process = forked.Popen(
             command, cwd=self.folder, env={**self.env, **env}, start_new_session=True
         )
         self.processes.append(process)

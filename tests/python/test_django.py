@@ -58,7 +58,7 @@ class Migration(migrations.Migration):
 class Site(Project):
     """A Django project, on the test's database."""
 
-    program = ("manage.py",)
+    program = ("-m", "manage")
 
     def __init__(self, folder: Path, dbname: str) -> None:
         # Only Django's settings name the database of the test.

@@ -70,13 +70,11 @@ class Workers:
             "PYTHONPATH": forked.PATH,
             "PYTHONUNBUFFERED": "",  # so that prints are buffered, and could be lost
         }
-        env = env or {}
-        is_usual = not prefix and "PYTHONPATH" not in env
         with (self.folder / "log").open("ab") as log:
-            process = (forked if is_usual else subprocess).Popen(
+            process = forked.Popen(
                 [*command, *args],
                 cwd=self.folder,
-                env={**os.environ, **ours, **env},
+                env={**os.environ, **ours, **(env or {})},
                 stdout=log if output is None else output,
                 stderr=log if output is None else output,
             )
