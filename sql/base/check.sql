@@ -554,6 +554,7 @@ create or replace function pgqueue._check_after(after bigint[], if_dead text)
     language plpgsql
     -- For a short list, planning it each time would cost several times as much as the rest of an enqueue.
     set plan_cache_mode = force_generic_plan
+    set jit = off
     set enable_seqscan = off
 as $$
 declare

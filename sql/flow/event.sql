@@ -163,6 +163,7 @@ create or replace function pgqueue.emit(event text, payload jsonb default 'null'
     language plpgsql
     security definer
     set search_path = pg_catalog, pg_temp
+    set jit = off
     set enable_seqscan = off
 as $$
 declare

@@ -303,6 +303,7 @@ CALLS = {
     "discard": "pgqueue.discard(%(dead)s)",
     "discard_many": "pgqueue.discard_many('grave 2', max_jobs => 20)",
     "purge": "pgqueue.purge(%(bin)s)",
+    "enqueue after another": "pgqueue.enqueue('deep', after => array[%(scheduled)s::bigint])",
     "shard_of": "pgqueue.shard_of(pg_catalog.concat('zo', pg_catalog.chr(235)), 7)",
     "after_failover": "pgqueue.after_failover()",
     "pause": "pgqueue.pause('deep')",
@@ -579,7 +580,7 @@ def differences(session: Session, usual: Session) -> dict[str, object]:
     return found
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_no_setting_of_a_session_changes_an_answer_or_its_cost(deep, usual, settings):
     each = settings.split("; ")
@@ -614,7 +615,7 @@ def test_no_planner_switch_changes_an_answer_or_its_cost(deep, usual):
             "from pg_settings where starts_with(name, 'enable_')",
         )
     assert len(switches) > 15
-    switches = some(switches, 3, "switches")
+    switches = some(switches, 2, "switches")
     found = {switch: differences(run(deep, switch), usual) for switch in switches}
     assert {switch: wrong for switch, wrong in found.items() if wrong} == {}
 
@@ -649,7 +650,7 @@ def test_a_read_only_session_can_read_views_and_rest_and_nothing_else(deep, usua
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "setting",
-    ["jit = on"]
+    ["jit_above_cost = 100000"]
     + [
         f"enable_{way} = off"
         for way in ("indexscan", "nestloop", "seqscan", "sort", "tidscan")
@@ -661,6 +662,7 @@ def test_no_statement_is_compiled_by_jit(deep, setting):
     plans: list[str] = []
 
     def listen(db: psycopg.Connection) -> None:
+        db.execute("set jit = on")  # cluster.py --fast has switched it off
         if not one(db, "select pg_jit_available()"):
             pytest.skip("a server that cannot compile")
         db.execute("load 'auto_explain'")
