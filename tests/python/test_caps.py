@@ -11,7 +11,7 @@ from decimal import Decimal
 
 import psycopg
 import pytest
-from conftest import column, one, soon
+from conftest import LONG, column, one, soon
 from psycopg import pq
 
 pytestmark = pytest.mark.loses_hints
@@ -462,7 +462,7 @@ def test_caps_are_full_and_never_over_between_eight_sessions(db, connect, scope)
         db.execute(
             "update pgqueue.queue set rate_period = '50 ms'; select pgqueue._resolve('q')"
         )
-    enqueue(db, 400 if "rate" not in scope else 60)
+    enqueue(db, 60 if "rate" in scope else 400 if LONG else 150)
     deadline = time.monotonic() + 60
 
     def work(seed: int) -> None:

@@ -54,6 +54,7 @@ class Load:
             except psycopg.OperationalError:
                 with self.lock:
                     self.failures += 1
+                self.stop.wait(0.02)
 
     def produce(self, conn: psycopg.Connection) -> bool:
         id = one(conn, "select pgqueue.enqueue('q')")
@@ -62,9 +63,11 @@ class Load:
             return len(self.acknowledged) < JOBS
 
     def consume(self, conn: psycopg.Connection) -> bool:
-        for id, token in conn.execute(
-            "select id, token from pgqueue.claim('q', 'w', 5, '1 second')"
-        ).fetchall():
+        claim = "select id, token from pgqueue.claim('q', 'w', 5, '1 second')"
+        jobs = conn.execute(claim).fetchall()
+        if not jobs:
+            self.stop.wait(0.02)
+        for id, token in jobs:
             try:
                 with conn.transaction():
                     conn.execute("insert into effect values (%s)", (id,))

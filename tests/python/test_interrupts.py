@@ -12,7 +12,7 @@ from psycopg import errors
 from psycopg.conninfo import make_conninfo
 
 # For each function, until either limit is reached.
-ATTEMPTS = 1000 if LONG else 60
+ATTEMPTS = 1000 if LONG else 40
 SECONDS = 6 if LONG else 1
 PATIENCE = 60  # seconds, until enough were
 
@@ -335,7 +335,7 @@ def works_on(connect: Connect, name: str = "q") -> None:
     db.close()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
     connect, db, given, name

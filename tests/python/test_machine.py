@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 )
 
 SHRINK = bool(os.environ.get("PGQUEUE_TEST_SHRINK"))
-EXAMPLES = int(os.environ.get("PGQUEUE_TEST_EXAMPLES", 150 if LONG else 14))
+EXAMPLES = int(os.environ.get("PGQUEUE_TEST_EXAMPLES", 150 if LONG else 8))
 STEPS = 50
 SESSIONS = 4
 CROWD = 800  # groups that come at once

@@ -161,7 +161,7 @@ def test_a_worker_killed_between_any_two_lines_of_the_example_does_all_of_it_onc
         return child.exitcode != 0
 
     # The ways have most lines in common.
-    for killed_at in places(how, 3 if how == "broken" else 6):
+    for killed_at in places(how, 6 if how == "broken" else 12):
         line.value = 0
         provider.write_text("")
         orders.order.enqueue(db, number=7, items=ITEMS[how])

@@ -243,7 +243,7 @@ def pair(connect, request) -> Iterator[Pair]:
         session.thread.shutdown(wait=False)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     "pair, first",
     [(state, verb) for state, verbs in VERBS.items() for verb in verbs],

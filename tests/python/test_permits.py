@@ -11,7 +11,7 @@ import pytest
 from conftest import LONG, one, soon
 
 SEED = int(os.environ.get("PGQUEUE_SEED") or (random.randrange(1 << 30) if LONG else 1))
-QUEUES = 400 if LONG else 30  # each with its own settings
+QUEUES = 400 if LONG else 20  # each with its own settings
 ALWAYS = "rate_limit => 1000, rate_period => '1 hour'"  # a rate that is never used up
 SETTINGS = {
     "": [

@@ -161,7 +161,7 @@ def test_groups_with_only_scheduled_jobs_cost_a_claim_nothing(db, usual):
     assert is_flat(counts := warmed(db), usual), (counts, usual)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("groups", [1, 1000, 50_000])
 def test_finished_jobs_of_groups_under_a_held_snapshot_are_not_walked(
     db, usual, held_snapshot, groups
@@ -249,6 +249,7 @@ def test_a_claim_with_ageing_costs_at_most_twice_what_it_costs_without(
     assert high == (after == "1 day")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("after", ["10 minutes", "1 day"])
 @pytest.mark.parametrize("dead", [0, 3])
 def test_finished_jobs_of_a_lane_are_not_walked_by_every_claim_with_ageing(
@@ -263,6 +264,7 @@ def test_finished_jobs_of_a_lane_are_not_walked_by_every_claim_with_ageing(
     assert is_flat(ones, usual / 3), (ones, usual)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", ["10 minutes", "1 day"])
 def test_finished_jobs_of_groups_are_not_walked_by_every_claim_with_ageing(
     db, usual, held_snapshot, after
@@ -346,6 +348,7 @@ def listen_to_plans(db: psycopg.Connection, *settings: str) -> list[str]:
     return plans
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("state", STATES)
 def test_no_state_of_the_statistics_makes_a_claim_sort_or_scan(connect, state):
     db = connect()
@@ -702,6 +705,7 @@ def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     assert pages(db, "select pgqueue.rest(array['q'])") < 1.2 * once
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("groups", [0, 10])
 @pytest.mark.parametrize("why", MAY_NOT_TAKE)
 def test_an_idle_worker_rarely_walks_over_a_hundred_thousand_jobs_that_it_may_not_take(
@@ -1081,6 +1085,7 @@ def drain(db: psycopg.Connection) -> None:
         db.execute(f"vacuum (analyze, truncate off) pgqueue.{table}")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("setting", "statistics"),
     [

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import psycopg
 import pytest
-from conftest import column, one, soon
+from conftest import LONG, column, one, soon
 from psycopg import IsolationLevel, errors
 
 CLAIM = "select id, token from pgqueue.claim('q', 'w')"
@@ -1028,11 +1028,12 @@ def test_no_two_functions_deadlock(db, connect, pool):
 
 def test_every_job_of_eight_producers_is_completed_exactly_once(db, connect, pool):
     db.execute("create table effect (job_id bigint primary key)")
-    total = 8 * 2500
+    each = 2500 if LONG else 800
+    total = 8 * each
 
     def produce(conn):
         conn.execute(
-            "do $$ begin for n in 1..2500 loop perform pgqueue.enqueue('q'); commit; end loop; end $$"
+            f"do $$ begin for n in 1..{each} loop perform pgqueue.enqueue('q'); commit; end loop; end $$"
         )
 
     def consume(conn):

@@ -55,7 +55,7 @@ def emitter(connect: Connect, level: str) -> psycopg.Connection:
     return session
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("looks", [False, True], ids=["", "looks"])
 @pytest.mark.parametrize("suspends", ["commit", "rollback", "savepoint"])
 @pytest.mark.parametrize("emits", ["commit", "rollback", "savepoint"])

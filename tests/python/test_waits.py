@@ -899,13 +899,16 @@ def test_chains_and_batches_survive_crashes_in_their_midst(server):
             try:
                 with psycopg.connect(where(server), autocommit=True) as conn:
                     while not stop.is_set():
-                        for id, token in conn.execute(
+                        claim = (
                             "select id, token from pgqueue.claim('work', 'w', 2, '1 s')"
-                        ).fetchall():
-                            conn.execute(ENDS["complete"], [id, token])
+                        )
+                        jobs = conn.execute(claim).fetchall()
+                        for job in jobs:
+                            conn.execute(ENDS["complete"], job)
                         conn.execute("select pgqueue.rest('{work}', park => false)")
+                        stop.wait(0 if jobs else 0.02)
             except psycopg.OperationalError:
-                continue
+                stop.wait(0.02)
             except psycopg.DatabaseError as error:
                 if error.sqlstate != "PQ002":
                     raise

@@ -142,7 +142,7 @@ def test_killed_workers_lose_no_job(db, workers, say, groups) -> None:
     db.execute(QUICK)
     limit(db, groups)
     ids = enqueue_all(db, 400, 0.05, groups)
-    for _ in range(50 if LONG else 5):
+    for _ in range(50 if LONG else 3):
         seen = workers.notes().total()
         worker = workers.start("--lease", "1", "--poll-interval", "1")
         wait_until(lambda: workers.notes().total() > seen or is_empty(db))  # noqa: B023
@@ -173,7 +173,7 @@ def test_a_job_that_kills_its_worker_ends_dead(db, workers, say) -> None:
 
 def test_no_job_is_dead_that_never_began(db, workers, say) -> None:
     """Quick jobs are claimed ahead, but not on their last attempt."""
-    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 30_000, kind="noop")
+    ids = pgqueue.enqueue_many(db, QUEUE, [None] * 10_000, kind="noop")
     ids += pgqueue.enqueue_many(
         db, QUEUE, [None] * 4000, kind="began", max_attempts=1, priority=-1
     )
@@ -232,7 +232,7 @@ def test_a_worker_replaces_killed_sessions_and_loses_no_job(
 ) -> None:
     db.execute(QUICK)
     limit(db, groups)
-    seconds = 60 if LONG else 5
+    seconds = 60 if LONG else 3
     worker = workers.start("--lease", "2", "--concurrency", "4")
     ids: list[int] = []
     end = time.monotonic() + seconds
