@@ -23,7 +23,7 @@ from pgqueue.terminal import (
 
 STATUS = (
     "select queue, ready, scheduled, running, expired, blocked, dead, oldest_wait,"
-    " paused, finished_last_hour as finished, failed_last_hour as failed"
+    " paused, finished_last_hour as finished, failed_last_hour as failed, is_estimate as estimate"
     " from pgqueue.queues order by queue"
 )
 RUNNING = (

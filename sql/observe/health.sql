@@ -384,8 +384,9 @@ begin
         select
             q.oldest_wait > 4 * t.allowed,
             format(
-                'queue %s has %s ready jobs, the oldest due for %s, and no worker serves it', q.queue,
-                to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.oldest_wait)
+                'queue %s has %s%s ready jobs, the oldest due for %s, and no worker serves it', q.queue,
+                case when q.is_estimate then 'about ' end, to_char(q.ready, 'FM999,999,999,999'),
+                date_trunc('second', q.oldest_wait)
             ),
             'select * from pgqueue.workers'
         from unnest(seen) as q
@@ -484,9 +485,9 @@ begin
         select
             q.time_to_empty > 4 * t.most,
             format(
-                'queue %s has %s ready jobs, which take %s at the rate of the last five minutes, %s jobs a second by '
-                '%s workers', q.queue, to_char(q.ready, 'FM999,999,999,999'), date_trunc('second', q.time_to_empty),
-                q.rate_5m, q.workers
+                'queue %s has %s%s ready jobs, which take %s at the rate of the last five minutes, %s jobs a second by '
+                '%s workers', q.queue, case when q.is_estimate then 'about ' end, to_char(q.ready, 'FM999,999,999,999'),
+                date_trunc('second', q.time_to_empty), q.rate_5m, q.workers
             ),
             format('select * from pgqueue.kinds where queue = %L', q.queue)
         from unnest(seen) as q
@@ -541,7 +542,11 @@ begin
         union all
         (
             select
-                false, format('queue %s keeps %s dead jobs', q.queue, to_char(q.dead, 'FM999,999,999,999')),
+                false,
+                format(
+                    'queue %s keeps %s%s dead jobs', q.queue, case when q.is_estimate then 'about ' end,
+                    to_char(q.dead, 'FM999,999,999,999')
+                ),
                 format('select * from pgqueue.dead where queue = %L', q.queue)
             from unnest(seen) as q
             where q.dead >= 1000 * most

@@ -214,6 +214,7 @@ def test_what_is_scripted_answers_in_json(run, db) -> None:
     assert (first["queue"], first["ready"], first["paused"]) == (NASTY, 1, False)
     assert 3600 <= first["oldest_wait"] < 4000
     assert (second["queue"], second["running"]) == ("q", 1)
+    assert first["estimate"] is False
     (running,) = found["running"]
     assert running["id"] == lease[0]
     assert (running["done"], running["total"], running["message"]) == (

@@ -725,6 +725,14 @@ def test_an_hour_of_a_busy_system_passes_without_a_word(db, connect):
 # What it costs
 
 
+def test_a_number_that_is_an_estimate_is_not_given_as_exact(db):
+    fill(db, 150_000, after="n * interval '1 us' - interval '1 day'")
+    assert "queue q has about 1" in found(db, "workers")[0][1]
+    db.execute("delete from pgqueue.job where id % 1000 > 0")
+    db.execute("vacuum full pgqueue.job")
+    assert "queue q has 150 ready jobs" in found(db, "workers")[0][1]
+
+
 def test_health_reads_no_more_of_a_long_queue_than_of_a_short_one(db):
     """The session has its plans from when there was none."""
     health = "select from pgqueue.health()"
