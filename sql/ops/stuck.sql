@@ -19,7 +19,7 @@ set local search_path = pg_catalog, pg_temp\; set local jit = off\;
 set transaction isolation level repeatable read, read only\;
 with leased as (
     select
-        s.id, s.queue, s.kind, row_number() over (order by s.stuck_for desc, s.id) as place,
+        s.id, s.queue, s.kind, row_number() over (order by s.nth > 1, s.stuck_for desc, s.id) as place,
         concat_ws('; ',
             -- Which session has locked it, as why() says for a waiting job.
             case s.problem when 'expired' then substring(
@@ -36,8 +36,12 @@ with leased as (
             when 'slow' then format('select pgqueue.cancel(%s, ''too slow'');', s.id)
             else 'end its worker: when the lease has expired, the next claim cancels the job'
         end as fix
-    from pgqueue.stuck as s
-    where :'queue' in ('', s.queue)
+    from (
+        -- Of each queue the worst first: a worker that died may have left many.
+        select s.*, row_number() over (partition by s.queue, s.problem order by s.stuck_for desc, s.id) as nth
+        from pgqueue.stuck as s
+        where :'queue' in ('', s.queue)
+    ) as s
     order by place
     limit 10
 ), due as (

@@ -305,6 +305,20 @@ def test_stuck_prints_the_calls_that_fix_it(db, run):
     assert re.findall("^queue +(.*)$", fixed, re.M) == ["slow", "expired"]
 
 
+def test_stuck_names_each_queue_before_it_names_more_of_one(db, run):
+    """Fifty jobs of a worker that had died used to hide those of another queue."""
+    db.execute("select pgqueue.enqueue('many') from generate_series(1, 20)")
+    rare = one(db, "select pgqueue.enqueue('rare')")
+    for queue, ago in ("many", "1 hour"), ("rare", "2 minutes"):
+        db.execute("select from pgqueue.claim(%s, 'w', 20)", (queue,))
+        db.execute(
+            "update pgqueue.job set lease_expires_at = now() - %s::interval where queue = %s",
+            (ago, queue),
+        )
+    shown = re.findall(r"^id +(\d+)$", run("stuck"), re.M)
+    assert len(shown) == 10 and int(shown[1]) == rare
+
+
 def test_stuck_points_to_the_job_that_others_wait_for(db, run):
     do(
         db,
