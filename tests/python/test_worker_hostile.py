@@ -144,6 +144,35 @@ def test_a_handler_that_cancels_tasks_that_have_not_begun_holds_no_slot_and_no_j
     assert outcomes(db)["completed"] == 3
 
 
+def test_what_a_blocked_event_loop_left_out_runs_once_it_goes_on(db, dsn) -> None:
+    app, may_end = pgqueue.App(), threading.Event()
+
+    @app.job("blocks")
+    async def blocks() -> None:
+        may_end.wait()
+
+    @app.job("async")
+    async def runs_on_the_loop() -> None:
+        pass
+
+    @app.job("sync")
+    def runs_in_a_thread() -> None:
+        pass
+
+    worker = Worker(app, {"q": 1}, dsn=dsn, poll_interval=60)
+    (dispatcher,) = worker.sources.dispatchers
+    with running(worker):
+        wait_until(lambda: worker.sources.is_drained)
+        pgqueue.enqueue(db, "q", kind="blocks")
+        wait_until(lambda: worker.executor.loop.is_blocked)
+        pgqueue.enqueue(db, "q", kind="async")
+        pgqueue.enqueue(db, "q", kind="sync")
+        wait_until(lambda: outcomes(db) == {"completed": 1})
+        wait_until(lambda: not dispatcher.is_hungry())  # it has passed over the other
+        may_end.set()
+        wait_until(lambda: is_empty(db, "q"))
+
+
 def test_a_task_factory_that_takes_no_context_fails_attempts_and_holds_no_slot(
     db, dsn
 ) -> None:

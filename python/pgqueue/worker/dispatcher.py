@@ -48,7 +48,7 @@ class Dispatcher(Service):
         self._quiet_until = 0.0
         self._is_due = False  # something may be, by then
         self._may_claim = False
-        self._looked: set[str] = set()  # in these queues, the last time
+        self._looked: set[str] = set()  # in these queues for all kinds, the last time
         self._lacks_slots = False
         self._again = False  # after_failover() before each claim
         self._woken, self._waker = socket.socketpair()
@@ -96,11 +96,13 @@ class Dispatcher(Service):
                 protocol.rest(conn, list(self._terms.shares), self._terms.kinds, parks)
             self._lacks_slots = True  # before counting them, or one freed now is missed
             kinds, want = self._kinds(), 0
+            are_all = kinds == self._terms.kinds
             self._may_claim = kinds != [] and not self._turns.is_paused
             if self._may_claim:
                 queues, want = self._turns.take(self)
-                # One may have been closed only by the claim of another database.
-                if want > 0 and not self._has_news and queues.keys() - self._looked:
+                # The claim of another database may have closed one, or a blocked loop left out kinds.
+                is_new = are_all and queues.keys() - self._looked
+                if want > 0 and is_new and not self._has_news:
                     self._has_news = True
                     continue
             self._lacks_slots = want <= 0
@@ -111,7 +113,7 @@ class Dispatcher(Service):
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
                 self._turns.settle(self)
-                self._looked = set(queues)
+                self._looked = set(queues) if are_all else set()
             self._sleep(conn, want)
 
     def run(self) -> None:
