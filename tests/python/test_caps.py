@@ -102,6 +102,7 @@ def test_a_claim_that_is_rolled_back_takes_nothing(db, connect, scope):
     assert len(claim(other)) == 1
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("scope", RUNNING)
 @pytest.mark.parametrize("end", ENDS)
 def test_an_open_end_of_an_attempt_frees_its_place_when_it_commits(
@@ -171,6 +172,7 @@ def test_a_cap_that_is_set_beside_an_open_claim_holds_for_later_claims(
     assert claim(other) == {}
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("ends", ["committed", "rolled back", "killed"])
 @scopes
 def test_a_claim_finds_nothing_beside_a_cap_that_is_not_committed(

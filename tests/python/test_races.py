@@ -149,6 +149,7 @@ LATE_ENDS = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("first, second", list(itertools.product(LATE_ENDS, repeat=2)))
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_late_job_is_cancelled_once_and_its_key_is_free(
@@ -317,6 +318,7 @@ SCANS = [
 ]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     "off",
     [c for n in (1, 2, 6) for c in itertools.combinations(SCANS, n)],

@@ -236,6 +236,7 @@ def test_a_job_that_joins_while_its_batch_is_closed_again_is_refused_or_holds_it
 # Enqueued while what it waits for ends
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("verb", ENDS)
 @pytest.mark.parametrize("commits_first", ["enqueue", "end"])
 @pytest.mark.parametrize("begins", ["enqueue", "end"])
@@ -509,6 +510,7 @@ def test_what_is_enqueued_after_a_job_that_is_gone_never_runs(db, how):
     assert state(db, one(db, runs, gone)) == "ready"
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("how", GONE)
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_what_is_being_enqueued_after_a_job_that_goes_meanwhile_never_runs(
