@@ -15,7 +15,7 @@ FILL = (
     "from generate_series(1, {jobs}) as n"
 )
 
-MANY = 1_000_000 if LONG else 200_000
+MANY = 1_000_000 if LONG else 100_000
 
 
 def fill(
