@@ -27,7 +27,6 @@ SERVE = (
 )
 # What Python and psycopg look at when they start. (The path can be set later.)
 SHAPE = ("PYTHON", "PSYCOPG", "LC_", "LANG")
-SUBREAPER = 36  # for prctl(): be the parent of descendants whose own has ended
 LOCK = threading.Lock()
 
 
@@ -46,12 +45,11 @@ class Popen(subprocess.Popen):
             request.seek(0)
             channel = server(frozenset(shape.items()))
             fds = [n if fd == -1 else fd for n, fd in enumerate(streams)]
-            ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+            adopt(True)
             what = b"session" if new_session else b"process"
             socket.send_fds(channel, [what], [request.fileno(), *fds])
             self.pid = int(channel.recv(20))
-            channel.recv(1)  # now it is our child
-            ctypes.CDLL(None).prctl(SUBREAPER, 0, 0, 0, 0)
+            adopt(False)
         self._child_created = True
         self._close_pipe_fds(*more[9:15])
 
@@ -65,6 +63,12 @@ def is_usual(args: list[str | bytes], env: dict[str, str]) -> bool:
         and PACKAGE in folders
         and not any(Path(folder, "sitecustomize.py").exists() for folder in folders)
     )
+
+
+def adopt(orphans: bool) -> None:
+    """Be the parent of descendants whose own has ended, or leave them to init."""
+    set_child_subreaper = 36
+    assert ctypes.CDLL(None).prctl(set_child_subreaper, orphans, 0, 0, 0) == 0
 
 
 @cache
@@ -82,20 +86,21 @@ def server(shape: frozenset[tuple[str, str]]) -> socket.socket:
 
 def serve() -> str:
     """Fork for each request. Return there, as a child of the client, what module to run."""
-    channel = socket.socket(fileno=os.dup(0))
+    channel, client = socket.socket(fileno=os.dup(0)), os.getppid()
     while True:
         asked, fds, _, _ = socket.recv_fds(channel, 7, 4)
         if not asked:
             sys.exit()
         if not (between := os.fork()):
-            if not (child := os.fork()):
-                break
-            channel.send(str(child).encode())
-            os._exit(0)
+            if os.fork():
+                os._exit(0)
+            break
         os.waitpid(between, 0)
-        channel.send(b".")
         for fd in fds:
             os.close(fd)
+    while os.getppid() != client:
+        time.sleep(0.0001)
+    channel.send(str(os.getpid()).encode())
     channel.close()
     if asked == b"session":
         os.setsid()
