@@ -92,6 +92,7 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
                 attempt.in_handler = False
             if outcome.name == "suspend":
                 await attempt.steps.end()
+                attempt.in_handler = False  # nor is the commit
             else:
                 await check_result(attempt.connection, outcome)
                 params = attempt.id, attempt.token, outcome.text

@@ -37,6 +37,7 @@ class Proxy:
         self._stalled: set[socket.socket] = set()
         self._stalls_next = False
         self._garbles_next = False
+        self._last: bytes | None = None
         self._may_go = threading.Event()
         self.pause = 0.0  # seconds after each 64 kB
         threading.Thread(target=self._accept, daemon=True).start()
@@ -67,6 +68,9 @@ class Proxy:
                     self._garbles_next = False
                     data = b"HTTP/1.1 502 Bad Gateway\r\n\r\n"
                 sink.sendall(data)
+                if self._last is not None and self._last in data:
+                    self._last = None
+                    self._stalled.add(source)
                 self._may_go.wait(self.pause * len(data) / 65536)
             sink.shutdown(socket.SHUT_WR)
         except OSError:
@@ -80,6 +84,9 @@ class Proxy:
 
     def stall_the_next(self) -> None:
         self._stalls_next = True
+
+    def stall_after(self, statement: bytes) -> None:
+        self._last = statement
 
     def garble_the_next_answer(self) -> None:
         self._garbles_next = True
@@ -225,6 +232,20 @@ def test_a_transaction_that_gets_no_answer_at_its_end_fails_its_attempt(
     # The server still holds what the first transaction has written.
     wait_until(lambda: outcomes(db) == {"retry": 1, "completed": 1})
     assert column(db, "select job_id from effect") == [job]
+    assert workers.finish(worker) == 0
+
+
+@pytest.mark.parametrize("kind", ["tsleeps", "tasleeps"])
+def test_a_suspension_in_a_transaction_that_cannot_be_committed_is_given_up(
+    db, workers, proxy, kind
+) -> None:
+    db.execute("create table written (what text)")
+    app = ("--app", "worker_steps_app")
+    worker = workers.start(*app, *QUICKLY, dsn=through(proxy, db))
+    proxy.stall_after(b"pgqueue.suspend(")
+    pgqueue.enqueue(db, QUEUE, {"seconds": 3600}, kind=kind)
+    wait_until(lambda: "its connection is given up" in workers.log())
+    assert column(db, "select * from written") == []
     assert workers.finish(worker) == 0
 
 
