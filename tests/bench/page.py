@@ -37,7 +37,7 @@ class Results:
             f"## {heading}\n\n{lines}"
             for heading, lines in sorted(sections.items(), key=place)
         )
-        systems = dict(re.findall(r"^(?=- \*\*([\w-]+))(.+)$", old, re.M))
+        systems = dict(re.findall(r"^(?=- \*\*([\w-]+))(.+(?:\n  .+)*)$", old, re.M))
         # Where others were measured stays, too.
         was = summary.parts(old, "results")[1].partition("\n")[0]
         where = self.machine if self.systems.keys() >= systems.keys() else was

@@ -56,8 +56,6 @@ WHY = {
     " stores text, and pg-boss deletes later.",
     "drain groups of 10": "each claim and each completion writes rows that say whose turn it is and what runs, so that"
     " limits hold in whatever order sessions commit; pgmq locks while it reads.",
-    "jobs that wait for an event": "an attempt that has to wait ends, so that it keeps no worker busy, and another one"
-    " starts later. absurd does the same; why it is a tenth faster has not been looked into.",
 }
 
 UNEXPLAINED = "not explained yet."

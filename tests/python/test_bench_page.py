@@ -68,7 +68,7 @@ def test_to_measure_one_system_leaves_the_others_in_the_list(tmp_path, monkeypat
     monkeypatch.setattr("bench.page.machine", lambda: "Another machine.")
     pgmq = SimpleNamespace(name="pgmq", version="99", settings="other settings")
     Results([pgmq]).write()
-    listed = re.compile(r"^- \*\*.+$", re.M)
+    listed = re.compile(r"^- \*\*.+(?:\n  .+)*$", re.M)
     before, after = listed.findall(old), listed.findall(copy.read_text())
     assert len(before) > 10
     assert after == [
