@@ -225,9 +225,19 @@ begin
 end;
 $$;
 
--- Until this transaction ends, but for at most 5 seconds, claims of a queue (null: of all) take nothing: they
--- would go by the old limits, and nobody would count what they take. Claims that have already begun get 20 ms to
--- lock their jobs, so that these are counted; slower ones take nothing.
+-- Lets _hold_off_claims last for 5 seconds from now on.
+create or replace function pgqueue._go_on_holding_off()
+    returns void
+    language plpgsql
+as $$
+begin
+    perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
+end;
+$$;
+
+-- Until this transaction ends, but for at most 5 seconds after its last step, claims of a queue (null: of all) take
+-- nothing: they would go by the old limits, and nobody would count what they take. Claims that have already begun get
+-- 20 ms to lock their jobs, so that these are counted; slower ones take nothing.
 create or replace function pgqueue._hold_off_claims(queue text)
     returns void
     language plpgsql
@@ -241,7 +251,7 @@ begin
     -- Touch the rows: a claim checks the lock only if its queue's row is missing or locked by a change.
     update pgqueue.queue_in_force as f set queue = f.queue where f.queue = coalesce(_hold_off_claims.queue, f.queue);
     -- The cell comes last: a claim that began before it may go by the old limits: see _undo_if_overtaken.
-    perform setval('pgqueue._cell_held_off', pgqueue._since_2020(clock_timestamp() + interval '5 seconds'));
+    perform pgqueue._go_on_holding_off();
     perform pg_sleep(0.02);
 end;
 $$;
@@ -331,6 +341,7 @@ begin
             p, coalesce(_apply_limits.queue, p.queue), '', coalesce(nullif(_apply_limits.group_key, '*'), p.group_key)
         )
     loop
+        perform pgqueue._go_on_holding_off();
         settings := pgqueue._in_force(known.queue, '', known.group_key);
         foreach cap in array (pgqueue._group_caps(
             array[known.group_key], array[settings.group_limit], array[settings.rate_limit],
@@ -343,12 +354,22 @@ begin
         end loop;
     end loop;
     -- Otherwise the first claim would find no permits.
-    perform pgqueue._make_group_permits(t.queue, array_agg(distinct t.group_key), pgqueue._in_force(t.queue))
-    from pgqueue.ticket as t
-    where hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue)) and pgqueue._is_ticket_of(
-        t, coalesce(_apply_limits.queue, t.queue), coalesce(nullif(_apply_limits.group_key, '*'), t.group_key)
-    )
-    group by t.queue;
+    for known in
+        select g.queue, array_agg(g.group_key) as group_keys
+        from (
+            select t.queue, t.group_key, row_number() over () / 1000 as step
+            from pgqueue.ticket as t
+            where hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue)) and pgqueue._is_ticket_of(
+                t, coalesce(_apply_limits.queue, t.queue), coalesce(nullif(_apply_limits.group_key, '*'), t.group_key)
+            )
+            group by t.queue, t.group_key
+        ) as g
+        group by g.queue, g.step
+    loop
+        perform pgqueue._go_on_holding_off();
+        perform pgqueue._make_group_permits(known.queue, known.group_keys, pgqueue._in_force(known.queue));
+    end loop;
+    perform pgqueue._go_on_holding_off();
     perform pgqueue._unblock_groups(queue, group_key);
 end;
 $$;
@@ -375,6 +396,7 @@ begin
         -- A queue gets its permits before it has jobs.
         select _apply_caps.queue where _apply_caps.queue is not null
     loop
+        perform pgqueue._go_on_holding_off();
         foreach cap in array pgqueue._caps_of((pgqueue._in_force(known_queue)).caps, array[kind]) loop
             continue when cap.kind <> coalesce(kind, '');
             if not cap.is_rate then

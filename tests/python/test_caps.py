@@ -215,6 +215,28 @@ def test_a_limit_that_is_not_committed_holds_off_no_other_queue_and_not_for_long
         assert len(claim(db)) == 4
 
 
+def test_a_limit_for_many_groups_holds_off_claims_until_it_is_applied(db, connect):
+    other = connect()
+    db.execute(
+        "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[2500]),"
+        " group_keys => array(select 'g ' || n from generate_series(1, 2500) as n))"
+    )
+    # As if it took more than 5 seconds to make the permits of the first thousand.
+    db.execute("create sequence steps")
+    db.execute(
+        "create function slow() returns trigger language plpgsql as"
+        " $$ begin if nextval('public.steps') = 1 then perform setval('pgqueue._cell_held_off', 1); end if; return null; end $$"
+    )
+    db.execute(
+        "create trigger slow after insert on pgqueue.permit execute function slow()"
+    )
+    with other.transaction():
+        other.execute("select pgqueue.configure('q', group_limit => 1)")
+        assert one(db, "select last_value from steps") == 3
+        assert claim(db) == {}
+    assert soon(lambda: claim(db))
+
+
 @pytest.fixture
 def stopped_claim(db, connect):
     """The jobs of a claim of two that stands still, behind its settings, until it is asked."""
