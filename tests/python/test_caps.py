@@ -215,6 +215,7 @@ def test_a_limit_that_is_not_committed_holds_off_no_other_queue_and_not_for_long
         assert len(claim(db)) == 4
 
 
+@pytest.mark.needs_hints  # permits are made for groups that have tickets
 def test_a_limit_for_many_groups_holds_off_claims_until_it_is_applied(db, connect):
     other = connect()
     db.execute(
