@@ -88,17 +88,15 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
             attempt.in_handler = True
             try:
                 outcome = await _call(attempt, middleware)
+                if outcome.name == "suspend":
+                    await attempt.steps.end()
             finally:
                 attempt.in_handler = False
             if outcome.name == "suspend":
-                await attempt.steps.end()
-                attempt.in_handler = False  # nor is the commit
-            else:
-                await check_result(attempt.connection, outcome)
-                params = attempt.id, attempt.token, outcome.text
-                await settled(attempt.connection.execute(COMPLETE, params))
-        if outcome.name == "suspend":
-            return SUSPENDED
+                return SUSPENDED
+            await check_result(attempt.connection, outcome)
+            params = attempt.id, attempt.token, outcome.text
+            await settled(attempt.connection.execute(COMPLETE, params))
         return Outcome("none", outcome.text, error=outcome.error)
     except BaseException as error:  # whatever a handler raises only fails its own job
         return judge(attempt, error)
