@@ -19,17 +19,13 @@ from conftest import database, one
 from pgqueue import database as connections
 from pgqueue.worker import Share, Worker
 from psycopg.conninfo import conninfo_to_dict
-from worker_harness import RESTING, Workers, wait_until, where, workers_on
+from worker_harness import OF_WORKERS, RESTING, Workers, wait_until, where, workers_on
 
 pytest_plugins = ["worker_harness"]
 
 COUNT = "select count(*) from pgqueue.jobs"
 RAN = "select count(*) from pgqueue.run"
 RUNNING = "select count(*) from pgqueue.running"
-OF_WORKERS = (
-    "from pg_stat_activity where datname = current_database()"
-    " and application_name like 'pgqueue %'"
-)
 
 
 @pytest.fixture

@@ -3,25 +3,27 @@
 transaction=True: no job finds in its session what an earlier job left there.
 """
 
-import contextlib
 import threading
 
 import pgqueue
-import psycopg
 import pytest
 from conftest import column, one
 from pgqueue.worker import finisher, heartbeat
-from worker_harness import QUEUE, RESTING, outcomes, wait_until
+from worker_harness import (
+    OF_WORKERS,
+    QUEUE,
+    RESTING,
+    all_backends,
+    outcomes,
+    wait_until,
+)
 
 pytest_plugins = ["worker_harness"]
 
 NO_RETRY = "select pgqueue.configure(null, retry_base => '1 hour')"
 
 
-SESSIONS = (
-    "select count(*) from pg_stat_activity where application_name like 'pgqueue %%'"
-    " and datname = current_database()"
-)
+SESSIONS = f"select count(*) {OF_WORKERS}"
 
 
 def test_an_idle_worker_has_one_session_and_a_busy_one_three(db, workers) -> None:
@@ -89,22 +91,16 @@ def test_other_peoples_sessions_behind_a_pooler_stay_as_they_are(
         " current_setting('default_transaction_isolation')"
     )
 
-    def all_backends(statement: str) -> set[tuple[object, ...]]:
-        """Run it on each of the four, by as many transactions at once."""
-        with contextlib.ExitStack() as stack:
-            conns = [stack.enter_context(psycopg.connect(pooler)) for _ in range(4)]
-            return {conn.execute(statement).fetchone() for conn in conns}
-
     serializable = "set_config('default_transaction_isolation', 'serializable', false)"
-    all_backends(f"select set_config('their.own', 'x', false), {serializable}")
-    before = all_backends(look)
+    all_backends(pooler, f"select set_config('their.own', 'x', false), {serializable}")
+    before = all_backends(pooler, look)
     assert {row[1:] for row in before} == {("x", "serializable")}
     worker = workers.start("--poll-interval", "0.5", dsn=pooler)
     for count in range(10, 40, 10):
         pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind=kind)
         wait_until(lambda: outcomes(db) == {"completed": count})  # noqa: B023
     assert workers.finish(worker) == 0
-    assert all_backends(look) == before
+    assert all_backends(pooler, look) == before
 
 
 HOW = "close copy unread commit rollback terminate abort".split()

@@ -11,14 +11,10 @@ import psycopg
 import pytest
 from conftest import column, one
 from pgqueue import Worker
-from worker_harness import QUEUE, RESTING, is_empty, outcomes, wait_until
+from worker_harness import OF_WORKERS, QUEUE, RESTING, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
-SESSIONS = (
-    "select pid from pg_stat_activity where application_name like 'pgqueue %'"
-    " and datname = current_database()"
-)
 GIVEN_UP = "no answer in 1 s: connection given up"
 QUICKLY = ("--call-timeout", "1", "--poll-interval", "0.5")
 
@@ -147,7 +143,7 @@ def test_a_worker_gives_up_backends_that_stand_still(db, workers) -> None:
     wait_until(lambda: one(db, RESTING))
     first = pgqueue.enqueue(db, QUEUE, kind="mark")
     wait_until(lambda: is_empty(db) and one(db, RESTING))
-    stopped = column(db, SESSIONS)
+    stopped = column(db, f"select pid {OF_WORKERS}")
     try:
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)

@@ -1,7 +1,6 @@
 """Steps that a retry does not repeat, and jobs that wait without a worker, in Python."""
 
 import asyncio
-import contextlib
 import json
 import subprocess
 from datetime import timedelta
@@ -12,15 +11,11 @@ import pgqueue
 import psycopg
 import pytest
 from conftest import column, one
-from worker_harness import QUEUE, Workers, wait_until
+from worker_harness import OF_WORKERS, QUEUE, Workers, all_backends, wait_until
 
 pytest_plugins = ["worker_harness"]
 
 APP = ("--app", "worker_steps_app")
-OF_WORKERS = (
-    "select pid from pg_stat_activity"
-    " where application_name like 'pgqueue %%' and datname = current_database()"
-)
 SLEEPS = ("sleeps", "asleeps", "tsleeps", "tasleeps")
 
 
@@ -84,7 +79,7 @@ def test_a_step_does_not_notice_that_idle_sessions_were_killed(
     for count in range(3):
         ids = [enqueue(db, kind) for _ in range(3)]
         assert all(result(db, id) == ["did first", "did second"] for id in ids)
-        kill = f"select count(pg_terminate_backend(pid)) from ({OF_WORKERS}) as w"
+        kill = f"select count(pg_terminate_backend(pid)) {OF_WORKERS}"
         assert one(db, kill) > 1, count
     assert one(db, "select max(attempt) from pgqueue.run") == 1
 
@@ -95,18 +90,12 @@ def test_steps_behind_a_pooler_change_no_session_and_need_none(
 ) -> None:
     setting = "default_transaction_isolation"
 
-    def all_backends(query: str) -> set[str]:
-        """Run it on each of the four, by as many transactions at once."""
-        with contextlib.ExitStack() as stack:
-            conns = [stack.enter_context(psycopg.connect(pooler)) for _ in range(4)]
-            return {one(conn, query) for conn in conns}
-
-    all_backends(f"select set_config('{setting}', 'serializable', false)")
+    all_backends(pooler, f"select set_config('{setting}', 'serializable', false)")
     worker = start(workers, "--poll-interval", "0.2", dsn=pooler)
     ids = [enqueue(db, kind) for _ in range(3)]
     assert all(result(db, id) == ["did first", "did second"] for id in ids)
     assert workers.finish(worker) == 0
-    assert all_backends(f"show {setting}") == {"serializable"}
+    assert all_backends(pooler, f"show {setting}") == {("serializable",)}
     assert one(db, "select max(attempt) from pgqueue.run") == 1
 
 

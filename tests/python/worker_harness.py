@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,18 @@ RESTING = (
     "select count(*) from pg_stat_activity where datname = current_database()"
     " and state = 'idle' and query like '%pgqueue.rest(%'"
 )
+# The sessions of workers in the test's database.
+OF_WORKERS = (
+    "from pg_stat_activity"
+    " where application_name like 'pgqueue %' and datname = current_database()"
+)
+
+
+def all_backends(pooler: str, statement: str) -> set[tuple[Any, ...]]:
+    """Run it on each of the four sessions of the pooler, by as many transactions at once."""
+    with ExitStack() as stack:
+        conns = [stack.enter_context(psycopg.connect(pooler)) for _ in range(4)]
+        return {conn.execute(statement).fetchone() for conn in conns}
 
 
 def wait_until(what: Callable[[], Any], timeout: float = 30) -> Any:
