@@ -279,6 +279,21 @@ as $$
     ) as c,
     lateral pgqueue.release(array[c.id], array[c.token])
 $$;
+-- Until a rest has swept all groups, for which it takes 20 ms at most, it says a second: ask it again.
+create function pg_temp.may_sleep(queue text, kinds text[] default null)
+    returns interval
+    language plpgsql
+as $$
+declare
+    pause interval;
+begin
+    for attempt in 1 .. 100 loop
+        pause := pgqueue.rest(array[queue], kinds, false);
+        exit when pause is distinct from interval '1 second';
+    end loop;
+    return pause;
+end;
+$$;
 truncate pgqueue.queue, pgqueue.job;
 select pgqueue.enqueue('n', to_jsonb(j.name), kind => j.kind, group_key => j.group_key)
 from (values ('a', 'a', null), ('ag', 'a', 'g'), ('ah', 'a', 'h'), ('b', 'b', null), ('bg', 'b', 'g'))
@@ -294,7 +309,7 @@ select is(
     2::bigint, 'claim_from passes over a paused kind'
 );
 select lives_ok($$ select pgqueue.enqueue('n', '"new"', kind => 'a') $$, 'a paused kind takes jobs in');
-select is(pgqueue.rest(array['n'], '{a}', false), null, 'a worker that waits only for a paused kind may sleep');
+select is(pg_temp.may_sleep('n', '{a}'), null, 'a worker that waits only for a paused kind may sleep');
 select is(pgqueue.rest(array['n'], park => false), interval '0', 'and one that also waits for others may not');
 select pgqueue.resume('n', kind => 'a');
 select is(pg_temp.taken('n'), 'a ag ah b bg new', 'resume lets the next claim find all of them');
