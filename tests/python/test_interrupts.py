@@ -139,10 +139,11 @@ order by 1
 HELD = "%(ids)s::bigint[], %(tokens)s::bigint[]"
 TWENTY = "from generate_series(1, 20) as n"
 SIXTY = "from generate_series(1, 60) as n"
+HUNDRED = "from generate_series(1, 100) as n"
 # Short calls are repeated in a statement, or most interrupts would come too late.
 CALLS = {
-    "enqueue": f"pgqueue.enqueue('q') {TWENTY}",
-    "enqueue with options": f"pgqueue.enqueue('q', '1', 'k', n, unique_key => 'new ' || n) {TWENTY}",
+    "enqueue": f"pgqueue.enqueue('q') {HUNDRED}",
+    "enqueue with options": f"pgqueue.enqueue('q', '1', 'k', n, unique_key => 'new ' || n) {HUNDRED}",
     "enqueue with windows": f"pgqueue.enqueue('q', '1', unique_key => 'once ' || n, unique_for => '1 hour') {SIXTY}",
     "enqueue a duplicate": "pgqueue.enqueue('q', '1', unique_key => 'key ' || n * 2, on_duplicate => 'replace') "
     "from generate_series(41, 60) as n",
@@ -156,9 +157,9 @@ CALLS = {
     "claim_from": "* from pgqueue.claim_from(array['q', 'q 1', 'q 2', 'q 3'], 'z', 120)",
     "extend": f"* from pgqueue.extend({HELD}, '30 days')",
     "progress": f"pgqueue.progress(id, token, 1, 2, 'm') from unnest({HELD}) as h (id, token)",
-    "complete": f"pgqueue.complete(id, token, '1') from unnest({HELD}) as h (id, token) limit 20",
+    "complete": f"pgqueue.complete(id, token, '1') from unnest({HELD}) as h (id, token) limit 100",
     "complete_many": f"pgqueue.complete_many({HELD})",
-    "fail": f"pgqueue.fail(id, token, 'e') from unnest({HELD}) as h (id, token) limit 20",
+    "fail": f"pgqueue.fail(id, token, 'e') from unnest({HELD}) as h (id, token) limit 100",
     "finish": f"* from pgqueue.finish({HELD}, %(outcomes)s, %(texts)s)",
     "release": f"pgqueue.release({HELD})",
     "save_step": f"pgqueue.save_step(id, token, 's ' || n, '1') from unnest({HELD}) as h (id, token), generate_series(1, 3) as n limit 60",
