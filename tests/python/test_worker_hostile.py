@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -407,3 +408,25 @@ def test_schedules_are_declared_while_handlers_are_found(db, dsn) -> None:
         "first",
         "second",
     ]
+
+
+def test_a_statement_timeout_does_not_end_the_maintenance(db, dsn, connect) -> None:
+    """In a huge install it takes seconds; ended each time, it would never delete old runs."""
+    db.execute(f"alter database {db.info.dbname} set statement_timeout = '200 ms'")
+    holder = connect(autocommit=False)
+    holder.execute("lock table pgqueue.recent_key")
+    maintenance = Maintenance(Server(dsn), pgqueue.App(), declares=False)
+
+    def work() -> None:
+        with maintenance.connect() as conn:
+            maintenance.work(conn)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(work)
+        waits = (
+            "select exists (select from pg_stat_activity where wait_event_type = 'Lock'"
+            " and query ~ 'maintain' and query_start < clock_timestamp() - interval '500 ms')"
+        )
+        wait_until(lambda: one(db, waits) or done.done())
+        holder.rollback()
+        done.result(20)
