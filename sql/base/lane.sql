@@ -127,6 +127,45 @@ begin
 end;
 $$;
 
+-- Whether each of these queues may have jobs: one index descent for each. Where an old snapshot keeps the dead entries
+-- of many jobs, a descent is slow. Then the answer is yes, so that a claim leaves a position behind them; as long as
+-- that is valid, the queue, and any that shares its record, is not looked up here.
+create or replace function pgqueue._may_have_jobs(queues text[])
+    returns boolean[]
+    language plpgsql
+    set plan_cache_mode = force_generic_plan
+    set enable_seqscan = off
+    set enable_bitmapscan = off
+    set enable_indexscan = on
+as $$
+declare
+    began timestamptz := clock_timestamp();
+    -- See _live_lanes.
+    are_long boolean[] := array(
+        select coalesce(pg_sequence_last_value(('pgqueue._cell_' || n * 2)::regclass) & 1 = 1, false)
+        from generate_series(0, 15) as n
+    );
+begin
+    return array(
+        select l.has_jobs or l.looked_at > lag(l.looked_at, 1, began) over (order by l.place) + interval '5 milliseconds'
+        from (
+            select
+                q.place,
+                are_long[1 + (hashtextextended(q.name, 0) & 15)] or are_long[1 + (hashtextextended(q.name, 0) >> 4 & 15)]
+                    or exists (
+                        select
+                        from pgqueue.job as j
+                        where hashtext(j.queue) = hashtext(q.name) and j.queue = q.name collate "default"
+                    ) as has_jobs,
+                clock_timestamp() as looked_at
+            from unnest(queues) with ordinality as q (name, place)
+            offset 0
+        ) as l
+        order by l.place
+    );
+end;
+$$;
+
 -- The lanes that have any job, and where each begins: one index descent per lane.
 create or replace function pgqueue._lanes()
     returns table (hash int, queue text, lane int, first timestamptz, first_id bigint)

@@ -258,6 +258,7 @@ declare
     moment timestamptz := clock_timestamp();
     is_swept boolean := true;
     is_quiet boolean := true;
+    may_have_jobs boolean[];
     pause interval;
 begin
     perform pgqueue._look_around(moment, 100);
@@ -266,26 +267,29 @@ begin
         is_quiet := pgqueue._park(queues);
     end if;
     moment := clock_timestamp();
+    may_have_jobs := pgqueue._may_have_jobs(queues);
     -- This worker may be the only one, and its claim has swept only a few of the groups that lost their tickets.
     if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) <> 0
         and current_setting('transaction_read_only') = 'off' and exists (
             select
-            from unnest(queues) as q (name)
+            from unnest(queues, may_have_jobs) as q (name, may_have_jobs)
             cross join lateral pgqueue._live_lanes(q.name) as l
-            where l.lane > 500 and l.first <= moment
+            where q.may_have_jobs and l.lane > 500 and l.first <= moment
         )
     then
         is_swept := pgqueue._sweep_all(moment);
         moment := clock_timestamp();
     end if;
     select min(least(
-        pgqueue._until_room(q.name, rest.kinds, p.paused, moment),
+        case when q.may_have_jobs then pgqueue._until_room(q.name, rest.kinds, p.paused, moment) end,
         case when not s.notify then interval '5 seconds' end
     ))
     into pause
-    from unnest(queues) as q (name)
+    from unnest(queues, may_have_jobs) as q (name, may_have_jobs)
     cross join lateral pgqueue._in_force(q.name) as s
-    cross join lateral pgqueue._paused(q.name, s.paused) as p (paused)
+    cross join lateral (
+        select case when s.has_pauses then pgqueue._paused(q.name, s.paused) end as paused offset 0
+    ) as p
     where not s.paused or p.paused is not null;
     pause := least(
         pause, pgqueue._until_slot(queues, moment), case when not is_swept then interval '1 second' end

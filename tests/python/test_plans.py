@@ -682,10 +682,14 @@ def test_ten_thousand_jobs_that_are_over_cost_a_claim_no_more_than_a_thousand(db
 
 
 @pytest.mark.parametrize("running", [0, 1])
+@pytest.mark.parametrize("queues", [1, 10])
 def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
-    db, held_snapshot, running
+    db, held_snapshot, running, queues
 ):
     """With 500,000 entries and a claim every five seconds, two or three percent of a core."""
+    names = f"array(select 'q' || repeat('.', n) from generate_series(0, {queues - 1}) as n)"
+    claim = f"select pgqueue.claim_from({names}, 'w', 10)"
+    rest = f"select pgqueue.rest({names})"
     fill(db, 100_000)
     walk = (
         "select from pgqueue.job where hashtext(queue) = hashtext('q') and queue = 'q' "
@@ -699,10 +703,28 @@ def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     assert once > 1000
     fill(db, running)
     for _ in range(2):
-        db.execute("select pgqueue.claim('q', 'w', 10)")
-        db.execute("select pgqueue.rest(array['q'])")
-    assert pages(db, "select pgqueue.claim('q', 'w', 10)") < 1.2 * once
-    assert pages(db, "select pgqueue.rest(array['q'])") < 1.2 * once
+        db.execute(claim)
+        db.execute(rest)
+    assert pages(db, claim) < 1.2 * once
+    assert pages(db, rest) < 1.2 * once
+
+
+def test_a_worker_of_a_thousand_queues_looks_only_at_those_that_have_jobs(db):
+    db.execute("set track_functions = 'all'")
+    names = [f"queue {n}" for n in range(1000)]
+    for name in names[::400]:
+        db.execute("select pgqueue.enqueue(%s)", (name,))
+
+    def calls(function: str) -> int:
+        count = "select coalesce(pg_stat_get_xact_function_calls(%s::regproc), 0)"
+        return one(db, count, f"pgqueue.{function}")
+
+    with db.transaction():
+        claim = "select queue from pgqueue.claim_from(%s, 'w', 10)"
+        assert sorted(column(db, claim, names)) == names[::400]
+        assert calls("claim") <= 2 * 3
+        db.execute("select pgqueue.rest(%s, park => false)", (names,))
+        assert calls("_until_due") == 3
 
 
 @pytest.mark.sample(3)
@@ -995,6 +1017,7 @@ VERBS = {
     "enqueue within a window": f"with {PLANS}"
     " select pgqueue.enqueue('q', unique_key => 'once', unique_for => '1 hour') from plans",
     "claim": "select from pgqueue.claim('q', 'w', 10)",
+    "claim from many queues": "select from pgqueue.claim_from(array['q', '1', '2', '3', '4'], 'w', 10)",
     "claim as a claim plans": f"with {PLANS} select from plans, pgqueue.claim('q', 'w', 10)",
     "claim of a kind at first": "select from pgqueue.claim('q', 'w', 10, kinds => array['none'])",
     "claim of a kind": "select from pgqueue.claim('q', 'w', 10, kinds => array['none'])",

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(25);
+select plan(27);
 
 -- Order
 
@@ -143,6 +143,30 @@ select is(
 select cmp_ok(
     (select jobs from taken where queue = 'full'), '>', 24::bigint,
     'what a queue leaves of its share goes to a queue that has more'
+);
+-- Among many queues, only those with jobs are asked.
+select pgqueue.enqueue_many(q.name, (select array_agg('1'::jsonb) from generate_series(1, 10)))
+from (values ('many'), ('limited')) as q (name);
+select pgqueue.enqueue('in a group', group_key => 'g'), pgqueue.enqueue('later', run_at => now() + interval '1 hour');
+select pgqueue.enqueue('crashed');
+select pgqueue.claim('crashed', 'w');
+update pgqueue.job set lease_expires_at = now() - interval '1 second' where queue = 'crashed';
+select results_eq(
+    $$
+        select c.queue, count(*)
+        from pgqueue.claim_from(
+            array['none 1', 'limited', 'none 2', 'many', 'later', 'in a group', 'crashed'], 'w', 100,
+            weights => array[9, 1, 9, 1, 9, 1, 1], limits => array[1, 4, 0, null, null, null, null]
+        ) as c
+        group by 1
+        order by 1
+    $$,
+    $$ values ('crashed', 1::bigint), ('in a group', 1), ('limited', 4), ('many', 10) $$,
+    'claim_from takes what is due in many queues, up to the limit of each'
+);
+select is_empty(
+    $$ select pgqueue.claim_from(array['none 1', 'none 2', 'none 3', 'none 4', 'none 5'], 'w', weights => array[1, 2, 3, 4, 5]) $$,
+    'claim_from returns nothing if none of many queues has a job'
 );
 
 select * from finish();
