@@ -24,7 +24,7 @@ create or replace function pgqueue._summary(error text)
     language sql
     immutable
 as $$
-    select left(split_part(ltrim(error, E' \t\r\n'), E'\n', 1), 500)
+    select left(split_part(ltrim(error collate "default", E' \t\r\n'), E'\n', 1), 500)
 $$;
 
 -- Why a job was last put off (released with a reason): an error without an attempt; null if it was not.

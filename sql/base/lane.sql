@@ -94,7 +94,7 @@ create or replace function pgqueue._live_lanes(queue text)
     set enable_indexscan = on
 as $$
 declare
-    key bigint := hashtextextended(queue, 0);
+    key bigint := hashtextextended(queue collate "default", 0);
     has_long_walks boolean := case
         -- Checked inline first: a call would add a quarter to a claim that finds nothing.
         when 1 in (
@@ -115,7 +115,7 @@ begin
         cross join lateral (
             select j.priority + 1000 * num_nonnulls(j.group_key), j.run_at
             from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_live_lanes.queue) and j.queue = _live_lanes.queue
+            where hashtext(j.queue) = hashtext(_live_lanes.queue collate "default") and j.queue = _live_lanes.queue
                 and (j.priority + 1000 * num_nonnulls(j.group_key)) > l.lane
                 and (j.priority + 1000 * num_nonnulls(j.group_key))
                     < case when has_long_walks and l.lane < 0 then 0 else 2147483647 end
@@ -216,7 +216,7 @@ create or replace function pgqueue._use_lanes(queue text)
     language plpgsql
 as $$
 begin
-    perform pgqueue._mark(1::bigint << (hashtext(queue) & 63), 'pgqueue.lanes_seq');
+    perform pgqueue._mark(1::bigint << (hashtext(queue collate "default") & 63), 'pgqueue.lanes_seq');
 end;
 $$;
 
@@ -240,13 +240,13 @@ declare
         else 3
     end;
 begin
-    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue collate "default") & 63) & 1 = 0 then
         if how = 0 then
             return;
         end if;
         perform pgqueue._use_lanes(queue);
     end if;
-    own := pgqueue._record(hashtextextended(queue, 9999));
+    own := pgqueue._record(hashtextextended(queue collate "default", 9999));
     if how in (1, 3) then
         perform setval(('pgqueue._cell_' || own.record + 1)::regclass, bit_or(c.code << 9 * (c.nth - 1)::int))
         from (
@@ -275,11 +275,11 @@ declare
     own record;
     list bigint;
 begin
-    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue collate "default") & 63) & 1 = 0 then
         return array[0];
     end if;
     -- As in _record, for the first one.
-    key := hashtextextended(queue, 9999);
+    key := hashtextextended(queue collate "default", 9999);
     record := (key & 15) * 2;
     valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0)
         # (key >> 20 & 4095) << 51;
@@ -319,10 +319,10 @@ declare
     list bigint := 357;
     code int := (lane + 101) % 744;
 begin
-    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue collate "default") & 63) & 1 = 0 then
         perform pgqueue._use_lanes(queue);
     end if;
-    own := pgqueue._record(hashtextextended(queue, 9999));
+    own := pgqueue._record(hashtextextended(queue collate "default", 9999));
     -- If no list is valid, the next claim makes one.
     if (own.valid_until between now_us and now_us + 60000000) is not true then
         return;
@@ -352,7 +352,7 @@ create or replace function pgqueue._return_position(queue text, kinds text[], pa
     language plpgsql
 as $$
 declare
-    own record := pgqueue._record(hashtextextended(concat(queue, kinds, paused), lane));
+    own record := pgqueue._record(hashtextextended(concat(queue, kinds, paused) collate "default", lane));
     cell regclass := ('pgqueue._cell_' || own.record + 1)::regclass;
     -- A microsecond before it, so that its id does not matter.
     reached bigint := pgqueue._since_2020(at) - 1;
@@ -476,7 +476,7 @@ begin
         perform pgqueue._list_lane(queue, priority);
     end if;
     if run_at <= clock_timestamp() then
-        own := pgqueue._record(hashtextextended(queue, coalesce(priority, 0)));
+        own := pgqueue._record(hashtextextended(queue collate "default", coalesce(priority, 0)));
         now_us := pgqueue._since_2020(clock_timestamp());
         if own.valid_until between now_us and now_us + 100000 then
             perform setval(('pgqueue._cell_' || own.record)::regclass, own.tag);

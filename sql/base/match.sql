@@ -10,7 +10,7 @@ create or replace function pgqueue._is_in_lane(job pgqueue.job, queue text, lane
     language sql
     immutable
 as $$
-    select hashtext((job).queue) = hashtext(_is_in_lane.queue) and (job).queue = _is_in_lane.queue
+    select hashtext((job).queue) = hashtext(_is_in_lane.queue collate "default") and (job).queue = _is_in_lane.queue
         and ((job).priority + 1000 * num_nonnulls((job).group_key)) = lane
 $$;
 
@@ -21,7 +21,7 @@ create or replace function pgqueue._is_in_group(job pgqueue.job, queue text, gro
     immutable
 as $$
     select hashtextextended((job).group_key, hashtext((job).queue))
-            = hashtextextended(_is_in_group.group_key, hashtext(_is_in_group.queue))
+            = hashtextextended(_is_in_group.group_key collate "default", hashtext(_is_in_group.queue collate "default"))
         and (job).queue = _is_in_group.queue and (job).group_key = _is_in_group.group_key
 $$;
 
@@ -96,8 +96,8 @@ create or replace function pgqueue._is_ticket_in(ticket pgqueue.ticket, queue te
     language sql
     immutable
 as $$
-    select hashtext((ticket).queue) = hashtext(_is_ticket_in.queue) and (ticket).priority = _is_ticket_in.priority
-        and (ticket).queue = _is_ticket_in.queue
+    select hashtext((ticket).queue) = hashtext(_is_ticket_in.queue collate "default")
+        and (ticket).priority = _is_ticket_in.priority and (ticket).queue = _is_ticket_in.queue
 $$;
 
 -- Whether a ticket belongs to this group. Callers that compare its priority write priority + 0; otherwise reading
@@ -108,7 +108,9 @@ create or replace function pgqueue._is_ticket_of(ticket pgqueue.ticket, queue te
     immutable
 as $$
     select hashtextextended((ticket).group_key, hashtext((ticket).queue))
-            = hashtextextended(_is_ticket_of.group_key, hashtext(_is_ticket_of.queue))
+            = hashtextextended(
+                _is_ticket_of.group_key collate "default", hashtext(_is_ticket_of.queue collate "default")
+            )
         and (ticket).queue = _is_ticket_of.queue and (ticket).group_key = _is_ticket_of.group_key
 $$;
 
@@ -120,7 +122,8 @@ create or replace function pgqueue._is_permit_of(permit pgqueue.permit, queue te
 as $$
     select hashtextextended((permit).group_key, hashtextextended((permit).kind, hashtext((permit).queue)))
             = hashtextextended(
-                _is_permit_of.group_key, hashtextextended(_is_permit_of.kind, hashtext(_is_permit_of.queue))
+                _is_permit_of.group_key collate "default",
+                hashtextextended(_is_permit_of.kind collate "default", hashtext(_is_permit_of.queue collate "default"))
             )
         and (permit).queue = _is_permit_of.queue and (permit).kind = _is_permit_of.kind
         and (permit).group_key = _is_permit_of.group_key

@@ -29,7 +29,9 @@ create or replace function pgqueue._settings_bits(queue text)
     language sql
     immutable
 as $$
-    select case when queue = '' then 9223372036854775807 else 1::bigint << (hashtext(queue) & 255) % 63 end
+    select case when queue = '' then 9223372036854775807
+        else 1::bigint << (hashtext(queue collate "default") & 255) % 63
+    end
 $$;
 
 -- From now on, claims look for schedules, batches and ties.
@@ -228,7 +230,9 @@ declare
     merged pgqueue.queue_in_force;
     other pgqueue.queue;
 begin
-    if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(_in_force.queue) & 255) % 63 & 1 = 0 then
+    if pg_sequence_last_value('pgqueue.used_seq'::regclass)
+        >> (hashtext(_in_force.queue collate "default") & 255) % 63 & 1 = 0
+    then
         return pgqueue._defaults();
     end if;
     select f.* into settings from pgqueue.queue_in_force as f where f.queue = _in_force.queue collate "default";

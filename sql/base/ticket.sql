@@ -245,9 +245,10 @@ begin
     where t.ctid = any (array(
         select b.ctid
         from pgqueue.ticket as b
-        where b.is_blocked and hashtext(b.queue) = hashtext(coalesce(whole_queue, b.queue)) and pgqueue._is_ticket_of(
-            b, coalesce(_unblock_groups.queue, b.queue), coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
-        )
+        where b.is_blocked and hashtext(b.queue) = hashtext(coalesce(whole_queue, b.queue) collate "default")
+            and pgqueue._is_ticket_of(
+                b, coalesce(_unblock_groups.queue, b.queue), coalesce(nullif(_unblock_groups.group_key, '*'), b.group_key)
+            )
         for update skip locked
     ));
     -- Also those still blocked: they were locked above, but no longer are.
@@ -255,7 +256,7 @@ begin
     select distinct clock_timestamp(), t.priority, t.queue, t.group_key
     from pgqueue.ticket as t
     where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
-        and hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue)) and pgqueue._is_ticket_of(
+        and hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue) collate "default") and pgqueue._is_ticket_of(
             t, coalesce(_unblock_groups.queue, t.queue), coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key)
         );
     -- Positions may no longer be right, so forget all of them.
@@ -407,7 +408,7 @@ declare
     new_keys text[];
 begin
     if num_nonnulls(kinds, paused) > 0 then
-        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
+        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused) collate "default", lane), moment);
         if believed.until is not null then
             since := believed.since;
             -- A random moment, so that one worker walks for the others; sooner if they have not come to the end.

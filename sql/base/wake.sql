@@ -48,7 +48,7 @@ create or replace function pgqueue._wake(queue text)
     language plpgsql
 as $$
 declare
-    fold int := hashtext(_wake.queue) & 255;
+    fold int := hashtext(_wake.queue collate "default") & 255;
 begin
     if current_setting('pgqueue.notify', true) = 'off' then
         return;
@@ -118,7 +118,7 @@ begin
     perform pgqueue._unpark();
     perform set_config('pgqueue.parked', 'resting', false);
     for fold in
-        select distinct hashtext(q.name) & 255 from unnest(queues) as q (name) order by 1
+        select distinct hashtext(q.name collate "default") & 255 from unnest(queues) as q (name) order by 1
     loop
         is_quiet := pg_try_advisory_lock_shared(7366514, fold)
             and pg_try_advisory_lock(7366513, fold)

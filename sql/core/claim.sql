@@ -66,7 +66,7 @@ begin
         ) is not true then
             moment := pgqueue._look_around_if_due(moment);
         end if;
-        if used >> (hashtext(queue) & 255) % 63 & 1 = 1 then
+        if used >> (hashtext(queue collate "default") & 255) % 63 & 1 = 1 then
             -- A row that another session is changing counts as missing; checking that is free. See
             -- _hold_off_claims.
             settings := (
@@ -119,7 +119,7 @@ begin
         end if;
         job_of := of_lanes.job_of;
         own_permits := of_lanes.permits;
-    elsif pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+    elsif pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue collate "default") & 63) & 1 = 0 then
         picks := pgqueue._pick(queue, kinds, paused, 0, max_jobs, moment, false);
     else
         noted := pgqueue._noted_lanes(queue, moment);

@@ -4,8 +4,9 @@
 -- and it never existed if it rolls back. Which workers to wake is in module wake.
 --
 -- Arguments of a function have the collation of what the caller passes, such as a column of names, but our
--- indexes have the default collation. So look-ups, and the order in which keys are taken, need the default one
--- as well: one explicit collation in a call applies to all of its arguments.
+-- indexes have the default collation. So look-ups, hashes (which differ if a collation ignores case), and the order
+-- in which keys are taken, need the default one as well: one explicit collation in a call applies to all of its
+-- arguments.
 
 -- The job that has a unique key. Found as the first one from there on, not by "queue =", which could make the
 -- planner read the whole index of lanes: it looks as cheap while the statistics know of no job.
@@ -262,7 +263,7 @@ declare
     -- A variable of its own, because reading a record costs time even when it is null.
     notify boolean;
     moment timestamptz := clock_timestamp();
-    fold int := hashtext(enqueue.queue) & 255;
+    fold int := hashtext(enqueue.queue collate "default") & 255;
     has_options boolean;
     terms pgqueue._terms;
     new_id bigint;
@@ -671,7 +672,9 @@ declare
     given record;
     job_id bigint;
 begin
-    if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> (hashtext(queue) & 255) % 63 & 1 = 1 then
+    if pg_sequence_last_value('pgqueue.used_seq'::regclass)
+        >> (hashtext(queue collate "default") & 255) % 63 & 1 = 1
+    then
         settings := pgqueue._in_force(queue, coalesce(kind, queue));
         if settings.has_narrow and num_nonnulls(variadic group_keys) > 0 then
             select s.max_attempts, s.max_bytes into own_attempts, own_bytes

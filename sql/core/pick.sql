@@ -123,7 +123,7 @@ as $$
 declare
     -- Each filter has a position of its own: a claim that passes over a job must not hide it from
     -- claims that may take it.
-    key bigint := hashtextextended(concat(queue, kinds, paused), lane);
+    key bigint := hashtextextended(concat(queue, kinds, paused) collate "default", lane);
     tag bigint := (key >> 20 & 4095) << 51;
     record int := (key & 15) * 2;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
@@ -395,7 +395,7 @@ begin
     if room = 0 then
         return;
     end if;
-    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue) & 63) & 1 = 0 then
+    if pg_sequence_last_value('pgqueue.lanes_seq'::regclass) >> (hashtext(queue collate "default") & 63) & 1 = 0 then
         picks := pgqueue._pick(queue, kinds, paused, 0, room, moment, false);
     end if;
     if (picks = '{}') is not false then

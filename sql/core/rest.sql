@@ -16,7 +16,7 @@ declare
     ends_at timestamptz;
 begin
     if num_nonnulls(kinds, paused) > 0 then
-        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused), lane), moment);
+        believed := pgqueue._believed(hashtextextended(concat(queue, kinds, paused) collate "default", lane), moment);
         since := least(coalesce(believed.since, since), moment - interval '1 second');
         until := believed.until + random() * (believed.until - moment);
     end if;

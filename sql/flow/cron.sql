@@ -290,7 +290,7 @@ create or replace function pgqueue.next_slots(
 as $$
 declare
     refused boolean := pgqueue._refuse(coalesce(
-        pgqueue._check_cron(cron), pgqueue._check_timezone(timezone),
+        pgqueue._check_cron(cron collate "C"), pgqueue._check_timezone(timezone),
         case
             when after not between '1970-01-01' and '9998-12-31' then array[
                 'after must be between the years 1970 and 9998', format('It is %s.', after),
@@ -302,7 +302,7 @@ declare
             ]
         end
     ));
-    listed pgqueue._cron := pgqueue._read_cron(cron);
+    listed pgqueue._cron := pgqueue._read_cron(cron collate "C");
     slot timestamptz := coalesce(after, clock_timestamp());
 begin
     for place in 1 .. coalesce(slots, 1) loop

@@ -169,7 +169,7 @@ as $$
 declare
     moment timestamptz := clock_timestamp();
     used bigint := pg_sequence_last_value('pgqueue.used_seq');
-    hash bigint := hashtextextended(event, 0);
+    hash bigint := hashtextextended(event collate "default", 0);
     look_at bigint;
     refused boolean;
 begin

@@ -33,7 +33,7 @@ create or replace function pgqueue._share_of_jitter(name text, jitter interval)
     language sql
     immutable
 as $$
-    select coalesce(jitter, '0') * ((hashtext(name)::float8 + 2147483648) / 4294967296)
+    select coalesce(jitter, '0') * ((hashtext(name collate "default")::float8 + 2147483648) / 4294967296)
 $$;
 
 -- The slots of a due schedule, from next_slot on, that make a job according to catch_up: the last one (with skip
@@ -210,7 +210,7 @@ declare
         end,
         pgqueue._check_job(queue, kind, priority, null, max_attempts, null, null, group_key, headers),
         pgqueue._check_access('scheduler', array[queue]),
-        case when cron is not null then pgqueue._check_cron(cron) end,
+        case when cron is not null then pgqueue._check_cron(cron collate "C") end,
         pgqueue._check_timezone(timezone),
         pgqueue._check_payload(
             payload, (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes

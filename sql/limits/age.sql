@@ -56,7 +56,7 @@ create or replace function pgqueue._look(
     language plpgsql
 as $$
 declare
-    key bigint := hashtextextended(concat(queue, kinds, paused), lane);
+    key bigint := hashtextextended(concat(queue, kinds, paused) collate "default", lane);
     known record := pgqueue._position(key, moment);
     first timestamptz := '-infinity'::timestamptz;
     start timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';

@@ -245,7 +245,7 @@ as $$
 begin
     -- A claim that is just looking has the lock for a moment.
     for attempt in 1 .. 10 loop
-        exit when pg_try_advisory_xact_lock(7366515, coalesce(hashtext(queue) & 255, 256));
+        exit when pg_try_advisory_xact_lock(7366515, coalesce(hashtext(queue collate "default") & 255, 256));
         perform pg_sleep(0.001);
     end loop;
     -- Touch the rows: a claim checks the lock only if its queue's row is missing or locked by a change.
@@ -262,7 +262,7 @@ create or replace function pgqueue._is_held_off(queue text, moment timestamptz)
     language plpgsql
 as $$
 declare
-    fold int := hashtext(queue) & 255;
+    fold int := hashtext(queue collate "default") & 255;
 begin
     if (pg_sequence_last_value('pgqueue._cell_held_off') > pgqueue._since_2020(moment)) is not true then
         return false;
@@ -329,7 +329,7 @@ begin
     for known in
         select distinct j.queue, j.group_key
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(coalesce(whole_queue, j.queue))
+        where hashtext(j.queue) = hashtext(coalesce(whole_queue, j.queue) collate "default")
             and (j.priority + 1000 * num_nonnulls(j.group_key)) > 500
             and (j.lease_expires_at is not null or j.xmax <> 0) and j.group_key is not null and pgqueue._is_in_group(
                 j, coalesce(_apply_limits.queue, j.queue), coalesce(nullif(_apply_limits.group_key, '*'), j.group_key)
@@ -359,9 +359,11 @@ begin
         from (
             select t.queue, t.group_key, row_number() over () / 1000 as step
             from pgqueue.ticket as t
-            where hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue)) and pgqueue._is_ticket_of(
-                t, coalesce(_apply_limits.queue, t.queue), coalesce(nullif(_apply_limits.group_key, '*'), t.group_key)
-            )
+            where hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue) collate "default")
+                and pgqueue._is_ticket_of(
+                    t, coalesce(_apply_limits.queue, t.queue),
+                    coalesce(nullif(_apply_limits.group_key, '*'), t.group_key)
+                )
             group by t.queue, t.group_key
         ) as g
         group by g.queue, g.step

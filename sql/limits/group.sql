@@ -241,7 +241,7 @@ create or replace function pgqueue._pick_plain_groups(
     set enable_nestloop = on
 as $$
 declare
-    key bigint := hashtextextended(concat(queue, kinds), lane);
+    key bigint := hashtextextended(concat(queue, kinds) collate "default", lane);
     now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
     tag bigint := (key >> 20 & 4095) << 51;
     record int := (key & 15) * 2;
@@ -452,7 +452,7 @@ create or replace function pgqueue._pick_groups(
 as $$
 declare
     own_priority int := lane - 1000;
-    key bigint := hashtextextended(concat(queue, kinds, paused), lane);
+    key bigint := hashtextextended(concat(queue, kinds, paused) collate "default", lane);
     known record := pgqueue._position(key, moment);
     known_at timestamptz := timestamptz '2020-01-01 00:00 UTC' + (known.reached >> 12) * interval '1 microsecond';
     -- Whether a claim for other kinds, or when a cap is no longer full, may take what this one may not.

@@ -86,7 +86,8 @@ begin
     return exists (
         select
         from pgqueue.permit as s
-        where hashtext(s.queue) = hashtext(_any_surplus.queue) and s.queue = _any_surplus.queue and s.is_surplus
+        where hashtext(s.queue) = hashtext(_any_surplus.queue collate "default")
+            and s.queue = _any_surplus.queue and s.is_surplus
     );
 end;
 $$;
@@ -100,7 +101,7 @@ begin
     return exists (
         select
         from pgqueue.permit as s
-        where hashtext(s.queue) = hashtext(_has_surplus.queue)
+        where hashtext(s.queue) = hashtext(_has_surplus.queue collate "default")
             and pgqueue._is_permit_of(s, _has_surplus.queue, _has_surplus.kind, _has_surplus.group_key)
             and s.is_surplus
     );
@@ -510,7 +511,7 @@ declare
     ids bigint[] := array(
         select j.id
         from pgqueue.job as j
-        where cap.group_key = '' and hashtext(j.queue) = hashtext(_count_running.queue)
+        where cap.group_key = '' and hashtext(j.queue) = hashtext(_count_running.queue collate "default")
             and j.queue = _count_running.queue and cap.kind in ('', j.kind)
             and (j.lease_expires_at is not null or j.xmax <> 0)
         union all

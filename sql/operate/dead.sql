@@ -69,7 +69,10 @@ begin
         from pgqueue.dead_job as d
         where (_end_death.queue is null or d.queue = _end_death.queue)
             and (_end_death.kind is null or d.kind = _end_death.kind)
-            and (_end_death.error_like is null or pgqueue._summary(d.error) ilike _end_death.error_like)
+            and (
+                _end_death.error_like is null
+                or pgqueue._summary(d.error) ilike _end_death.error_like collate "default"
+            )
             and (_end_death.died_after is null or d.died_at >= _end_death.died_after)
             and (_end_death.died_before is null or d.died_at < _end_death.died_before)
             and not (_end_death.verb = 'redrive' and d.unique_key is not null and exists (

@@ -107,7 +107,7 @@ declare
             and (cancel_many.kind is null or j.kind = cancel_many.kind)
             and (
                 cancel_many.error_like is null
-                or pgqueue._summary(j.errors -> -1 ->> 'error') ilike cancel_many.error_like
+                or pgqueue._summary(j.errors -> -1 ->> 'error') ilike cancel_many.error_like collate "default"
             )
             and (cancel_many.enqueued_after is null or j.enqueued_at >= cancel_many.enqueued_after)
             and (cancel_many.enqueued_before is null or j.enqueued_at < cancel_many.enqueued_before)
@@ -300,7 +300,8 @@ declare
     picks tid[] := array(
         select j.ctid
         from pgqueue.job as j
-        where hashtext(j.queue) = hashtext(purge.queue) and j.queue = purge.queue and j.lease_expires_at is null
+        where hashtext(j.queue) = hashtext(purge.queue collate "default") and j.queue = purge.queue
+            and j.lease_expires_at is null
         order by j.id
         for update
     );

@@ -243,7 +243,7 @@ begin
         and not exists (select from pgqueue.queue_in_force as f where f.queue = _set_paused.queue collate "default")
         and not exists (
             select from pgqueue.job as j
-            where hashtext(j.queue) = hashtext(_set_paused.queue) and j.queue = _set_paused.queue
+            where hashtext(j.queue) = hashtext(_set_paused.queue collate "default") and j.queue = _set_paused.queue
         )
     then
         raise notice using

@@ -4,6 +4,7 @@ All sessions start with the same deep queue and roll back what they did to it.
 """
 
 import itertools
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -457,6 +458,7 @@ def run(
     *settings: str,
     prepare: Callable[[psycopg.Connection], object] = lambda db: None,
     changing: Iterable[str] = (),
+    spelled: Callable[[str], str] = str,
 ) -> Session:
     """Call each function in a fresh session, with these settings, and roll back."""
     session, changes = Session(), iter(changing)
@@ -472,6 +474,7 @@ def run(
             db.execute(f"set {setting}")
         with db.transaction(force_rollback=True):
             for name, call in CALLS.items():
+                call = spelled(call)
                 for setting in itertools.islice(changes, 1):
                     db.execute(f"set {setting}")
                 first, *others = itertools.islice(given, CALLED.get(name, 4))
@@ -604,6 +607,53 @@ def test_no_change_of_settings_between_calls_changes_an_answer_or_its_cost(deep,
     ]
     session = run(deep, changing=itertools.cycle(styles))
     assert differences(session, usual) == {}
+
+
+# It ignores case, as columns of names and addresses may.
+BLIND = """
+create collation blind (provider = icu, locale = 'und-u-ks-level2', deterministic = false)
+"""
+# The first text that a call is given.
+TEXT = re.compile(
+    r"(pgqueue\.\w+\((?:[^')]|%\(\w+\)s)*?)"
+    r"(E?'(?:[a-zT]|30 2)[^']*'|%\((?:name|late|bin|key)\)s)"
+)
+
+
+def blind(call: str) -> str:
+    """Give one text a collation, which Postgres then gives to all texts of the call."""
+    return TEXT.sub(r"\1\2 collate blind", call, count=1)
+
+
+def test_no_collation_of_an_argument_changes_an_answer_or_its_cost(deep, usual):
+    with psycopg.connect(deep, autocommit=True) as db:
+        db.execute(BLIND)
+    assert sum(blind(call) != call for call in CALLS.values()) > 50
+    assert differences(run(deep, spelled=blind), usual) == {}
+
+
+def test_what_is_named_in_a_collation_that_ignores_case_is_found(db):
+    db.execute(BLIND)
+    db.execute("create table person (email text collate blind)")
+    db.execute("insert into person values ('Ann@x.org')")
+    db.execute("select pgqueue.configure('mail', max_attempts => 3)")
+    db.execute(
+        "select pgqueue.enqueue('mail', group_key => email, priority => 5) from person"
+    )
+    db.execute(
+        "select pgqueue.enqueue_many('mail', '{1}'::jsonb[], group_keys => array[email]) from person"
+    )
+    assert column(db, "select max_attempts from pgqueue.job") == [3, 3]
+    held = "select id, token from pgqueue.claim('mail', 'w')"
+    id, token = db.execute(held).fetchone()
+    db.execute("select pgqueue.suspend(%s, %s, 'seen Ann@x.org')", (id, token))
+    # So that nothing but the emit tells of it.
+    db.execute("select pgqueue.maintain()")
+    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+    db.execute("select pgqueue.emit('seen ' || email) from person")
+    db.execute("select pgqueue.maintain()")
+    assert one(db, "select state from pgqueue.status(%s)", id) == "ready"
+    assert id in column(db, "select id from pgqueue.claim('mail', 'w', 2)")
 
 
 def test_no_planner_switch_changes_an_answer_or_its_cost(deep, usual):

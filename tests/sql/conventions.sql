@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(44);
+select plan(45);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -258,6 +258,11 @@ select results_eq(
     -- One takes back what it has just enqueued, and the jobs of the other go on elsewhere.
     $$ values ('_begin_window', false), ('_departed', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
     'which every function that ends jobs calls'
+);
+select is_empty(
+    $$ select r.name from routine as r
+       where r.prosrc ~ ('hashtext(extended)?\((' || r.name || '\.)?(queue|kind|group_key|event|name|concat\([^()]*\))[,)]') and r.name <> '_found' $$,
+    'no hash of an argument depends on the collation of what the caller passes'
 );
 select is_empty(
     $$ select r.name from routine as r where r.prosrc ~ 'paused -> ''''' and r.name not in ('_is_wanted', '_pause_of', '_found') $$,
