@@ -66,7 +66,8 @@ class ManyOptions(_Options, total=False):
 # Cast from text, which every driver can send. psycopg 2 writes numbers as they are: without
 # the brackets, a minus sign in front of a cast would be an operator.
 JSON = "%s::pg_catalog.text::pg_catalog.jsonb"
-TEXTS = "%s::pg_catalog.text::pg_catalog.text[]"
+# Not the word NULL, which a session with array_nulls = off would take for a text.
+TEXTS = "pg_catalog.array_replace(%s::pg_catalog.text::pg_catalog.text[], '', null)"
 CASTS = {
     "priority": "(%s)::int",
     "max_attempts": "(%s)::int",
@@ -110,9 +111,11 @@ def enqueue_many(
     """Add a job for each payload, all or none, and return their ids in the same order.
 
     Calls pgqueue.enqueue_many(). `unique_keys` and `group_keys`, if given, are as long as
-    `payloads`. Raises TypeError for a key that is not a str; all else is as in `enqueue`.
+    `payloads`. Raises TypeError for a key that is not a str, ValueError for an empty one; all
+    else is as in `enqueue`.
     """
-    texts = to_array(to_json(p, f"payloads[{i}]") for i, p in enumerate(payloads))
+    named = ((p, f"payloads[{i}]") for i, p in enumerate(payloads))
+    texts = to_array(to_json(p, name) or "{}" for p, name in named)
     query, params = _statement(
         f"pgqueue.enqueue_many(%s, {JSON}[]", options, ManyOptions
     )
@@ -191,8 +194,12 @@ def _statement(
             raise TypeError(f"unique_for must be a timedelta, not {value!r}")
         if name == "after" and isinstance(value, int | str):
             raise TypeError("after takes the ids of jobs; for a delay there is run_at")
-        if name.endswith("_keys") and isinstance(value, str):
-            raise TypeError(f"{name} takes a key for each payload, not {value!r}")
+        if name.endswith("_keys"):
+            if isinstance(value, str):
+                raise TypeError(f"{name} takes a key for each payload, not {value!r}")
+            value = list(value)
+            if "" in value:
+                raise ValueError(f"a key is None or not empty: {name}")
         is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
         query += f", {name} => {DELAY if is_delay else CASTS.get(name, '%s')}"
         if name == "headers":
@@ -206,11 +213,11 @@ def _statement(
 
 
 def to_array(texts: Iterable[str | None]) -> str:
-    """Write an array as Postgres reads it, for any driver.
+    """Write an array as Postgres reads it, for any driver; None as an empty text, see TEXTS.
 
     psycopg takes twenty times as long to adapt a list.
     """
-    return "{" + ",".join("NULL" if t is None else _quoted(t) for t in texts) + "}"
+    return "{" + ",".join('""' if t is None else _quoted(t) for t in texts) + "}"
 
 
 def _quoted(text: str) -> str:

@@ -381,10 +381,21 @@ def test_enqueue_many_stores_any_key_unchanged(db) -> None:
         pgqueue.enqueue_many(db, "emails", [None], unique_keys=[5])
     with pytest.raises(psycopg.DataError):
         pgqueue.enqueue_many(db, "emails", [None], unique_keys=["\0"])
+    with pytest.raises(ValueError, match="a key is None or not empty: group_keys"):
+        pgqueue.enqueue_many(db, "emails", [None], group_keys=[""])
     with pytest.raises(TypeError, match="unique_keys takes a key for each payload"):
         pgqueue.enqueue_many(db, "emails", [None] * 2, unique_keys="ab")
     with pytest.raises(TypeError, match="after takes the ids of jobs"):
         pgqueue.enqueue(db, "emails", after="12")  # not the jobs 1 and 2
+
+
+def test_a_key_is_null_also_where_arrays_have_no_null(db) -> None:
+    db.execute("set array_nulls = off")
+    keys = [None, "a", None, "NULL"]
+    options = {"unique_keys": keys, "group_keys": iter(keys)}
+    assert len(set(pgqueue.enqueue_many(db, "emails", [None] * 4, **options))) == 4
+    query = "select unique_key, group_key from pgqueue.job order by id"
+    assert db.execute(query).fetchall() == list(zip(keys, keys, strict=True))
 
 
 CIRCLE: list = []

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from pgqueue import Worker
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.maintenance import Maintenance
 from worker_harness import is_empty, outcomes, wait_until
+
+pytest_plugins = ["worker_harness"]
 
 STATES = "select kind, state from pgqueue.jobs order by kind"
 
@@ -430,3 +433,41 @@ def test_a_statement_timeout_does_not_end_the_maintenance(db, dsn, connect) -> N
         wait_until(lambda: one(db, waits) or done.done())
         holder.rollback()
         done.result(20)
+
+
+@pytest.mark.parametrize("way", ["dsn", "pooler"])
+def test_a_worker_works_where_arrays_have_no_null(db, request, way) -> None:
+    """With `array_nulls = off` the word NULL in an array is a text."""
+    db.execute(f"alter database {db.info.dbname} set array_nulls = off")
+    app, hour = pgqueue.App(), timedelta(hours=1)
+
+    @app.job("tells")
+    def tells(job: pgqueue.Job) -> str:
+        job.progress(1)
+        done = "select done, total, message from pgqueue.running where done is not null"
+        wait_until(lambda: db.execute(done).fetchall() == [(1, None, None)])
+        return "told"
+
+    @app.job("raises")
+    def raises(n: int) -> None:
+        hours = n * hour
+        raise [ValueError, pgqueue.Retry(after=hours), pgqueue.Snooze(hours),
+               pgqueue.Snooze(datetime.now(UTC) + hours)][n]  # fmt: skip
+
+    app.job("returns")(lambda: None)
+    for n in range(4):
+        pgqueue.enqueue(db, "q", {"n": n}, kind="raises")
+    for queue, kind in ("q", "returns"), ("limited", "returns"), ("q", "tells"):
+        pgqueue.enqueue(db, queue, kind=kind)
+    db.execute(
+        "select pgqueue.configure(null, retry_base => '1 day', retry_cap => '1 day')"
+    )
+    shares = {"q": 1, "limited": pgqueue.Share(limit=2)}
+    Worker(app, shares, dsn=request.getfixturevalue(way), burst=True).run()
+    ended = db.execute(
+        "select kind, result from pgqueue.run where outcome = 'completed' order by 1"
+    )
+    assert ended.fetchall() == [("returns", None), ("returns", None), ("tells", "told")]
+    later = "select round(extract(epoch from run_at - now()) / 3600) from pgqueue.jobs order by id"
+    assert column(db, later)[1:] == [1, 2, 3]
+    assert 12 <= column(db, later)[0] <= 24

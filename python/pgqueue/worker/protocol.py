@@ -1,6 +1,7 @@
 """The SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import psycopg
@@ -8,7 +9,7 @@ from psycopg.rows import TupleRow
 
 from pgqueue import database
 from pgqueue.attempt import Attempt
-from pgqueue.client import to_array
+from pgqueue.client import TEXTS, to_array
 from pgqueue.worker.seldom import log
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ CLAIM = (
     " %s::pg_catalog.text[]) offset 0) as c) as s"
 )
 CLAIM_FROM = CLAIM.replace(".claim(%s", ".claim_from(%s::pg_catalog.text[]").replace(
-    ") offset", ", %s::int[], %s::int[]) offset"
+    ") offset", f", %s::int[], {TEXTS}::int[]) offset"
 )
 MOST_BYTES = 16_000_000  # of the payloads and headers that a worker claims at once
 EXTEND = (
@@ -41,17 +42,17 @@ EXTEND = (
 PROGRESS = (
     "select pg_catalog.count(pgqueue.progress(p.id, p.token, p.done, p.total, p.message))"
     " from rows from (pg_catalog.unnest(%s::bigint[]), pg_catalog.unnest(%s::bigint[]),"
-    " pg_catalog.unnest(%s::numeric[]), pg_catalog.unnest(%s::numeric[]),"
-    " pg_catalog.unnest(%s::pg_catalog.text[])) as p (id, token, done, total, message)"
+    f" pg_catalog.unnest(%s::numeric[]), pg_catalog.unnest({TEXTS}::numeric[]),"
+    f" pg_catalog.unnest({TEXTS})) as p (id, token, done, total, message)"
 )
 # A moment becomes a delay by the server's clock, not by this machine's.
 FINISH = (
     "select f.job_id, f.status from pgqueue.finish("
-    "%s::bigint[], %s::bigint[], %s::pg_catalog.text[], %s::pg_catalog.text[], array("
+    f"%s::bigint[], %s::bigint[], %s::pg_catalog.text[], {TEXTS}, array("
     "select coalesce(d.delay, case when d.until is not null then greatest("
     "d.until operator(pg_catalog.-) pg_catalog.clock_timestamp(), interval '0') end)"
-    " from rows from (pg_catalog.unnest(%s::interval[]),"
-    " pg_catalog.unnest(%s::timestamp with time zone[])) with ordinality"
+    f" from rows from (pg_catalog.unnest({TEXTS}::interval[]),"
+    f" pg_catalog.unnest({TEXTS}::timestamp with time zone[])) with ordinality"
     " as d (delay, until, place) order by d.place)) as f"
 )
 # Only the exceptions come back.
@@ -59,7 +60,7 @@ COMPLETE = (
     "select f.job_id, f.status from pgqueue.finish("
     "%s::bigint[], %s::bigint[],"
     " pg_catalog.array_fill('complete'::pg_catalog.text, array[%s::int]),"
-    " %s::pg_catalog.text[]) as f where f.status operator(pg_catalog.<>) 'completed'"
+    f" {TEXTS}) as f where f.status operator(pg_catalog.<>) 'completed'"
 )
 REST = (
     "select extract(epoch from pgqueue.rest("
@@ -91,7 +92,8 @@ def claim(
         one = (MOST_BYTES, queues[0], worker, max_jobs, lease, of_kinds)
         return [Attempt(*row) for row in _call(conn, CLAIM, one, again)]
     params = (MOST_BYTES, to_array(queues), worker, max_jobs, lease, of_kinds)
-    rows = _call(conn, CLAIM_FROM, (*params, weights, limits), again)
+    most = limits and to_array(None if m is None else str(m) for m in limits)
+    rows = _call(conn, CLAIM_FROM, (*params, weights, most), again)
     return [Attempt(*row) for row in rows]
 
 
@@ -121,7 +123,8 @@ def finish(conn: database.Connection, attempts: Sequence[Attempt]) -> dict[int, 
         completed = (*_held(attempts), len(attempts), texts)
         return dict(_call(conn, COMPLETE, completed))
     names = to_array(o.name for o in outcomes)
-    delays, untils = [o.delay for o in outcomes], [o.until for o in outcomes]
+    delays = to_array(None if o.delay is None else _interval(o.delay) for o in outcomes)
+    untils = to_array(None if o.until is None else str(o.until) for o in outcomes)
     return dict(_call(conn, FINISH, (*_held(attempts), names, texts, delays, untils)))
 
 
@@ -175,6 +178,11 @@ def _call(
         if again:
             after_failover(conn)
         return conn.execute(query, params, binary=True).fetchall()
+
+
+def _interval(value: timedelta) -> str:
+    """Write a delay as Postgres reads it in any IntervalStyle: it is not negative."""
+    return f"{value.days} days {value.seconds} s {value.microseconds} us"
 
 
 def _held(attempts: Sequence[Attempt]) -> tuple[str, str]:
