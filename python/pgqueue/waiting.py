@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, Literal
@@ -64,21 +64,24 @@ class Status:
         return self.state in ENDS
 
 
+NAMES = [f.name for f in fields(Status)]
 JSON = ("result", "payload", "errors")
+# psycopg reads no interval in an IntervalStyle other than that of Postgres.
+SELECTED = dict.fromkeys(JSON, "s.{}::pg_catalog.text")
+SELECTED["time_left"] = "extract(epoch from s.{})::float"
 STATUS = "select {} from pgqueue.status(%s) as s".format(
-    ", ".join(
-        f"s.{f.name}::pg_catalog.text" if f.name in JSON else f"s.{f.name}"
-        for f in fields(Status)
-    )
+    ", ".join(SELECTED.get(name, "s.{}").format(name) for name in NAMES)
 )
 
 
 def _as_status(rows: list[tuple[Any, ...]]) -> Status:
     (row,) = rows
-    found = Status(*row)
-    texts = {name: getattr(found, name) for name in JSON}
-    known = {name: json.loads(t) for name, t in texts.items() if t is not None}
-    return replace(found, **known)
+    found = dict(zip(NAMES, row, strict=True))
+    for name in JSON:
+        found[name] = None if found[name] is None else json.loads(found[name])
+    if found["time_left"] is not None:
+        found["time_left"] = timedelta(seconds=found["time_left"])
+    return Status(**found)
 
 
 @on_any_connection

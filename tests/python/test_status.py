@@ -4,10 +4,12 @@ import asyncio
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 
 import pgqueue
 import psycopg
+import psycopg2
 import pytest
 from cluster import Cluster
 from conftest import column, one
@@ -356,6 +358,21 @@ def test_an_interrupted_wait_leaves_nothing_behind(db, connect):
         interrupting.result()
     assert not listens(conn)
     assert one(db, AWAITED) == 0
+
+
+@pytest.mark.parametrize("driver", [psycopg, psycopg2], ids=["3", "2"])
+@pytest.mark.parametrize("style", ["iso_8601", "sql_standard", "postgres_verbose"])
+def test_the_time_left_is_read_in_any_interval_style(db, dsn, driver, style):
+    db.execute("select pgqueue.enqueue('q')")
+    db.execute("select pgqueue.progress(id, token, 1, 4) from pgqueue.claim('q', 'w')")
+    # A minute for a quarter.
+    db.execute("""
+        update pgqueue.job
+        set claimed_at = now() - interval '1 minute', progress = row(now(), 1, 4, null)
+    """)
+    with closing(driver.connect(dsn, options=f"-c intervalstyle={style}")) as conn:
+        left = pgqueue.status(conn, one(db, "select id from pgqueue.job")).time_left
+    assert timedelta(minutes=2) < left <= timedelta(minutes=3)
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
