@@ -30,7 +30,6 @@ PATIENCE = {
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "tcp_user_timeout": 8_000,
-    "client_encoding": "utf8",
     "application_name": "pgqueue",
 }
 ADDRESS = ("host", "hostaddr", "port", "dbname", "user")  # a password may change
@@ -135,7 +134,8 @@ def conninfo(
     if any("," in str(host) for host in hosts):
         wanted["target_session_attrs"] = "read-write"
     added = {k: v for k, v in wanted.items() if k not in known}
-    return make_conninfo(**{**given, **added})
+    # Others lack characters that a payload may have.
+    return make_conninfo(**{**given, **added, "client_encoding": "utf8"})
 
 
 def name(dsn: str) -> str:

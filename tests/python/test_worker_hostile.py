@@ -435,6 +435,16 @@ def test_a_statement_timeout_does_not_end_the_maintenance(db, dsn, connect) -> N
         done.result(20)
 
 
+@pytest.mark.parametrize("encoding", ["latin1", "sql_ascii"])
+def test_a_dsn_with_an_encoding_keeps_no_job_from_a_worker(db, dsn, encoding) -> None:
+    app = pgqueue.App()
+    app.job("repeats")(lambda said: said)
+    pgqueue.enqueue(db, "q", {"said": "\u9375"}, kind="repeats")
+    theirs = f"{dsn} client_encoding={encoding}"
+    Worker(app, {"q": 1}, dsn=theirs, burst=True).run()
+    assert column(db, "select result from pgqueue.run") == ["\u9375"]
+
+
 @pytest.mark.parametrize("way", ["dsn", "pooler"])
 def test_a_worker_works_where_arrays_have_no_null(db, request, way) -> None:
     """With `array_nulls = off` the word NULL in an array is a text."""
