@@ -479,6 +479,13 @@ begin
         from pgqueue.access as a
         join pg_roles as r on r.rolname = a.role
         where a.kind = any (kinds) and pg_has_role(caller, r.oid, 'usage')
+            -- Without the rights that grant_access has given it, a role only has the name of one that was dropped.
+            and r.oid in (
+                select g.grantee
+                from pg_namespace as n
+                cross join lateral aclexplode(n.nspacl) as g
+                where n.nspname = 'pgqueue'
+            )
     );
     return case when not ('' = any (queues) or pg_has_role(caller, current_user, 'usage')) then queues end;
 end;

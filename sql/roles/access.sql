@@ -121,8 +121,8 @@ declare
 begin
     -- Rows left by a dropped role of the same name.
     delete from pgqueue.access as a
-    where a.role = grant_access.role and a.kind = grant_access.kind
-        and (select g.object from pgqueue._grants(grant_access.kind) as g limit 1) <> all (pgqueue._rights(grant_access.role));
+    where a.role = grant_access.role
+        and (select g.object from pgqueue._grants(a.kind) as g limit 1) <> all (pgqueue._rights(grant_access.role));
     insert into pgqueue.access (role, kind, queue)
     values (grant_access.role, grant_access.kind, coalesce(grant_access.queue, ''))
     on conflict do nothing;

@@ -306,6 +306,28 @@ def test_a_role_that_is_dropped_and_made_again_has_none_of_its_old_access(
     refused(connect(user=role), "enqueue('other')")
 
 
+@pytest.mark.parametrize("kind", [None, "worker"])
+def test_a_role_made_anew_has_by_membership_no_more_than_others(
+    db, connect: Connect, role, kind
+):
+    """Whatever a role of its name had, and also if it has another kind of access itself."""
+    db.execute("create role pgqueue_team")
+    try:
+        db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+        db.execute(f"drop owned by {role}")
+        db.execute(f"drop role {role}")
+        db.execute("select pgqueue.grant_access('pgqueue_team', 'producer', 'mine')")
+        db.execute(f"create role {role} login in role pgqueue_team")
+        if kind:
+            db.execute("select pgqueue.grant_access(%s, %s, 'mine')", (role, kind))
+        caller = connect(user=role)
+        refused(caller, "enqueue('other')")
+        caller.execute("select pgqueue.enqueue('mine')")
+    finally:
+        db.execute("drop owned by pgqueue_team")
+        db.execute("drop role pgqueue_team")
+
+
 def test_what_is_left_of_a_dropped_role_can_be_revoked(db, role):
     db.execute("create role pgqueue_gone")
     db.execute("select pgqueue.grant_access('pgqueue_gone', 'worker', 'mine')")
