@@ -572,7 +572,7 @@ begin
                 )),
                 case
                     -- health has its owner's rights, and a query may contain what its caller must not see.
-                    when not pg_has_role(session_user, 'pg_read_all_stats', 'usage')
+                    when not pg_has_role(pgqueue._caller()::name, 'pg_read_all_stats', 'usage')
                         then 'its query is shown to members of pg_read_all_stats'
                     when a.query = '<insufficient privilege>'
                         then 'its query would be shown if the owner of pgqueue were a member of pg_read_all_stats'

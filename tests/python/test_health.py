@@ -119,11 +119,15 @@ def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
     reader = connect(user=role)
     session = f"session {holder.info.backend_pid} ("
 
-    def said() -> str:
-        rows = found(reader, "'horizon', '0', 100000, few => 0")
+    def said(by=reader) -> str:
+        rows = found(by, "'horizon', '0', 100000, few => 0")
         return next(detail for _, detail, _ in rows if session in detail)
 
     assert "secret" not in said() and "pg_read_all_stats" in said()
+    assert said(db).endswith("'secret'")
+    db.execute(f"set role {role}")
+    assert "secret" not in said(db)
+    db.execute("reset role")
     db.execute(f"grant pg_read_all_stats to {role}")
     assert said().endswith("'secret'")
     assert len(reader.execute("select from pgqueue.health()").fetchall()) >= 13
