@@ -63,7 +63,7 @@ as $$
                 "@yearly": "0 0 1 1 *", "@annually": "0 0 1 1 *", "@monthly": "0 0 1 * *", "@weekly": "0 0 * * 0",
                 "@daily": "0 0 * * *", "@midnight": "0 0 * * *", "@hourly": "0 * * * *"
             }'::jsonb ->> lower(btrim(cron, E' \t') collate "C"),
-            regexp_replace(btrim(cron, E' \t'), '[ \t]+', ' ', 'g')
+            regexp_replace(btrim(cron, E' \t'), E'[ \t]+', ' ', 'g')
         ),
         ' '
     )

@@ -111,7 +111,7 @@ begin
             s.name collate "C" as name,
             format(
                 E'# HELP pgqueue_%1$s %2$s\n# TYPE pgqueue_%1$s %3$s\n', s.name, s.help,
-                case when s.name like '%\_total' then 'counter' else 'gauge' end
+                case when right(s.name, 6) = '_total' then 'counter' else 'gauge' end
             ) || string_agg(
                 format(E'pgqueue_%s%s %s\n', s.name, '{' || nullif(s.labels, '') || '}', trim_scale(s.value)), ''
                 order by s.labels collate "C"

@@ -68,16 +68,16 @@ select
             then 'raise max_running with pgqueue.configure'
         when f.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
         when f.problem ~ '^its (row|table) is locked: session ' then format(
-            'select pg_terminate_backend(%s);', (regexp_match(f.problem, '^its \w+ is locked: session (\d+)'))[1]
+            'select pg_terminate_backend(%s);', (regexp_match(f.problem, '^its [a-z]+ is locked: session ([0-9]+)'))[1]
         )
         when f.problem ~ '^its (row|table) is locked: prepared ' then format(
-            'rollback prepared %L;', (regexp_match(f.problem, '^its \w+ is locked: prepared transaction (.*?) has used it'))[1]
+            'rollback prepared %L;', (regexp_match(f.problem, '^its [a-z]+ is locked: prepared transaction (.*?) has used it'))[1]
         )
-        when f.problem ~ '^its group .* waits for the retry of job \d+ at ' then format(
-            'select pgqueue.run_now(%s);', (regexp_match(f.problem, '.* waits for the retry of job (\d+) at '))[1]
+        when f.problem ~ '^its group .* waits for the retry of job [0-9]+ at ' then format(
+            'select pgqueue.run_now(%s);', (regexp_match(f.problem, '.* waits for the retry of job ([0-9]+) at '))[1]
         )
         when f.problem like 'blocked: waits for job %' then format(
-            'select pgqueue.why(%s);', (regexp_match(f.problem, '^blocked: waits for job (\d+)'))[1]
+            'select pgqueue.why(%s);', (regexp_match(f.problem, '^blocked: waits for job ([0-9]+)'))[1]
         )
         when f.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
         when f.problem like 'ready: %no worker has claimed%' then 'start a worker'

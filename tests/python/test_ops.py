@@ -25,7 +25,12 @@ def run(db, role):
         ran = subprocess.run(
             ["psql", "-X", *given, "-U", role, "-f", OPS / f"{script}.sql"],
             env=os.environ
-            | {"PGDATABASE": db.info.dbname, "PGCLIENTENCODING": encoding},
+            | {
+                "PGDATABASE": db.info.dbname,
+                "PGCLIENTENCODING": encoding,
+                # A script uses no backslash that this would take for an escape.
+                "PGOPTIONS": "-c standard_conforming_strings=off",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             timeout=60,

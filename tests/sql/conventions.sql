@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(45);
+select plan(46);
 
 create temporary view routine as
 select p.proname::text as name, p.proname like '\_%' as is_private, p.*
@@ -258,6 +258,10 @@ select results_eq(
     -- One takes back what it has just enqueued, and the jobs of the other go on elsewhere.
     $$ values ('_begin_window', false), ('_departed', false), ('_end', true), ('complete', true), ('complete_many', true), ('purge', true) $$,
     'which every function that ends jobs calls'
+);
+select is_empty(
+    $$ select r.name from routine as r where r.prosrc ~ '(^|[^E''])''[^''\n]*\\[^''\n]*''' $$,
+    'a text with a backslash is the same with standard_conforming_strings = off'
 );
 select is_empty(
     $$ select r.name from routine as r
