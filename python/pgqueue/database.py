@@ -168,10 +168,12 @@ async def set_up(conn: Any) -> None:
     await settled(conn.set_isolation_level(READ_COMMITTED))
     conn.prepare_threshold = None
     if not await is_pooled(conn):
-        # Compiling a plan takes longer than any of our statements.
+        # Compiling a plan takes longer than any of our statements. A short timeout might cancel
+        # the same call again and again; a long one is what a worker's deadlines are for.
         await settled(
             conn.execute(
-                f"set {SEARCH_PATH}; set jit = off; set idle_session_timeout = 0;"
+                f"set statement_timeout = 0; set {SEARCH_PATH}; set jit = off;"
+                " set idle_session_timeout = 0;"
                 " set default_transaction_isolation = 'read committed'"
             )
         )

@@ -4,10 +4,14 @@ transaction=True: no job finds in its session what an earlier job left there.
 """
 
 import threading
+from contextlib import closing
 
 import pgqueue
+import psycopg
 import pytest
 from conftest import column, one
+from pgqueue import database
+from pgqueue.drivers import run_without_loop
 from pgqueue.worker import finisher, heartbeat
 from worker_harness import (
     OF_WORKERS,
@@ -101,6 +105,23 @@ def test_other_peoples_sessions_behind_a_pooler_stay_as_they_are(
         wait_until(lambda: outcomes(db) == {"completed": count})  # noqa: B023
     assert workers.finish(worker) == 0
     assert all_backends(pooler, look) == before
+
+
+def test_a_statement_timeout_is_not_for_the_calls_of_a_worker(db, dsn) -> None:
+    """Whose plans each new session makes anew: one too short would never let it go on."""
+    db.execute(f"alter database {db.info.dbname} set statement_timeout = '2s'")
+    with closing(psycopg.connect(dsn, autocommit=True)) as conn:
+        run_without_loop(database.set_up(conn))
+        assert one(conn, "show statement_timeout") == "0"
+    app = pgqueue.App()
+
+    @app.job("shows", transaction=True)
+    def shows(job: pgqueue.Job) -> str:
+        return one(job.connection, "show statement_timeout")
+
+    pgqueue.enqueue(db, QUEUE, kind="shows")
+    pgqueue.Worker(app, {QUEUE: 1}, dsn=dsn, burst=True).run()
+    assert column(db, "select result from pgqueue.run") == ["2s"]
 
 
 HOW = "close copy unread commit rollback terminate abort".split()
