@@ -151,14 +151,16 @@ begin
         from (
             select
                 q.place,
-                are_long[1 + (hashtextextended(q.name, 0) & 15)] or are_long[1 + (hashtextextended(q.name, 0) >> 4 & 15)]
-                    or exists (
-                        select
-                        from pgqueue.job as j
-                        where hashtext(j.queue) = hashtext(q.name) and j.queue = q.name collate "default"
-                    ) as has_jobs,
+                are_long[1 + (q.key & 15)] or are_long[1 + (q.key >> 4 & 15)] or exists (
+                    select
+                    from pgqueue.job as j
+                    where hashtext(j.queue) = hashtext(q.name) and j.queue = q.name
+                ) as has_jobs,
                 clock_timestamp() as looked_at
-            from unnest(queues) with ordinality as q (name, place)
+            from (
+                select u.name collate "default" as name, hashtextextended(u.name collate "default", 0) as key, u.place
+                from unnest(queues) with ordinality as u (name, place)
+            ) as q
             offset 0
         ) as l
         order by l.place

@@ -50,10 +50,6 @@ class Maintenance(Service):
                 error.add_note(ALLOWS.format("scheduler"))
                 raise
             self._is_declared = True
-        if conn.prepare_threshold is not None:  # not behind a pooler
-            # It has a deadline of its own. In a huge install it takes seconds; if each call were
-            # cancelled, old runs would stay for ever.
-            conn.execute("set statement_timeout = 0")
         try:
             # Not in a transaction: there it cannot empty the tables of old runs.
             rows = conn.execute(MAINTAIN).fetchall()
