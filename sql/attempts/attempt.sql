@@ -342,6 +342,9 @@ begin
         perform pgqueue._count_ends(ended);
     end if;
     if awaited <> 0 and has.gone and not is_in_chain and pg_relation_size('pgqueue.dependency') > 0 then
+        if has.cancelled then
+            perform pgqueue._drop_ties(array(select e.id from unnest(ended) as e where e.outcome = 'cancelled'));
+        end if;
         perform pgqueue._cut_ties(array(select e.id from unnest(ended) as e where e.back_at is null));
     end if;
     if has.batches and not pgqueue._is_lost() then

@@ -4,7 +4,7 @@ set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select setval('pgqueue.awaited_seq', 0);
-select plan(51);
+select plan(53);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -105,7 +105,14 @@ select is(pg_temp.state(:b), 'cancelled', 'so does purge');
 select pgqueue.enqueue('a') as a \gset
 select pgqueue.enqueue('c', after => array[:a]) as b \gset
 select pgqueue.cancel(:b);
+select is_empty('select from pgqueue.dependency', 'a job that is cancelled itself waits for nothing any more');
 select lives_ok($$ select pg_temp.end_one('a', 'complete') $$, 'a job whose waiter was cancelled can complete');
+select pgqueue.enqueue('a') as a \gset
+select pgqueue.enqueue('d') as d \gset
+select pgqueue.enqueue('c', after => array[:a, :d]) as b \gset
+select pgqueue.cancel(:a);
+select is_empty('select from pgqueue.dependency', 'nor does one that is cancelled with the first of two');
+select pgqueue.purge('d');
 
 -- Beside other options
 
