@@ -312,7 +312,8 @@ begin
                 format('select pgqueue.redrive_job(%s)', b.callback_id)
             from pgqueue.batch as b
             join pgqueue.dead_job as d on d.id = b.callback_id
-            where b.problem is not null
+            -- Once it was redriven it dies like any job.
+            where b.problem is not null and d.attempt = 0
             order by b.id
             limit 10
         )

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(106);
+select plan(108);
 
 create function pg_temp.found(name text)
     returns text
@@ -475,6 +475,10 @@ select is(
     (select j.payload -> 'batch' ->> 'id' from pgqueue.job as j where j.queue = 'h b' and j.payload ? 'text'), :'large',
     'and it has the counts'
 );
+select pgqueue.fail(c.id, c.token, 'e', permanent => c.payload ? 'text') from pgqueue.claim('h b', 'w', 100) as c;
+select is((select count(*) from pgqueue.dead_job where queue = 'h b'), 1::bigint, 'like any job it may die');
+select alike(pg_temp.found('batches'), 'ok: %', 'which is not about its batch');
+select pgqueue.discard_many('h b');
 
 select pgqueue.create_batch('h b') as batch \gset
 select pgqueue.enqueue('h b', batch_id => :batch) as member \gset
