@@ -280,9 +280,9 @@ begin
     from (
         select j.*
         from pgqueue.job as j
-        where pgqueue._is_in_group(j, job.queue, job.group_key) and -j.priority = -job.priority
-            and (j.run_at, j.id) < (job.run_at, job.id)
-        order by j.run_at, j.id
+        where pgqueue._is_in_group(j, job.queue, job.group_key)
+            and (-j.priority, j.run_at, j.id) < (-job.priority, job.run_at, job.id) and j.run_at <= moment
+        order by -j.priority, j.run_at, j.id
         limit 10000
     ) as f
     where f.lease_expires_at is null and ((f.terms).expires_at <= moment) is not true
