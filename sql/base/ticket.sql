@@ -613,6 +613,39 @@ begin
 end;
 $$;
 
+-- Deletes the tickets of groups that have no job at their priority, on sixteen pages from a random one on; returns
+-- how many. A claim deletes those that it meets, but it meets none in a queue without jobs, and none that is not due.
+-- Relies on the planner settings of maintain.
+create or replace function pgqueue._drop_tickets()
+    returns bigint
+    language plpgsql
+as $$
+declare
+    pages bigint := pg_relation_size('pgqueue.ticket') / current_setting('block_size')::int;
+    -- Any page is as likely as any other, also the first and the last.
+    first bigint := floor(random() * (pages + 15)) - 15;
+    dropped bigint;
+begin
+    if pages <= 16 then
+        first := 0;
+    end if;
+    delete from pgqueue.ticket as t
+    where t.ctid = any (array(
+        select e.ctid
+        from pgqueue.ticket as e
+        where e.ctid >= format('(%s,0)', greatest(first, 0))::tid and e.ctid < format('(%s,0)', first + 16)::tid
+            and not exists (
+                select from pgqueue.job as j
+                where pgqueue._is_in_group(j, e.queue, e.group_key) and -j.priority = -e.priority
+                offset 0
+            )
+        for update skip locked
+    ));
+    get diagnostics dropped = row_count;
+    return dropped;
+end;
+$$;
+
 -- How many index entries of groups this transaction has read.
 create or replace function pgqueue._group_tuples()
     returns bigint

@@ -335,7 +335,8 @@ begin
         ('fire schedules', pgqueue._fire_due(clock_timestamp(), 100)),
         ('tie loose ends', pgqueue._tie_loose_ends(1000)),
         ('sweep groups', pgqueue._sweep_groups(1000)),
-        ('drop permits', pgqueue._drop_permits());
+        ('drop permits', pgqueue._drop_permits()),
+        ('drop tickets', pgqueue._drop_tickets());
     ends := pgqueue._forget_ends();
     return query
     values
@@ -359,7 +360,8 @@ the 20 seconds after another call did); fires at most 100 schedules that are
 due (done: jobs); looks again at jobs and batches that may not have to wait any
 more, 1000 of each (done: looks); looks for groups that have jobs to run but no
 ticket, among the next 1000 (done: groups); drops the permits of groups that
-have had no job for a day (done: permits); deletes at most 100,000 unique_for
+have had no job for a day (done: permits), and tickets of groups that have no
+job, on 16 pages of them (done: tickets); deletes at most 100,000 unique_for
 windows that have ended (done: windows), and at most 10,000 dead jobs that have
 been kept for keep_dead (done: jobs) and batches that finished 14 days ago
 (done: batches), and 100,000 events older than keep_events (done: events); adds

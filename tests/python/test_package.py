@@ -155,7 +155,7 @@ def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extensi
             "select id, token from pgqueue.claim('q', 'w')"
         ).fetchone()
         conn.execute("select pgqueue.complete(%s, %s)", (id, token))
-        assert one(conn, "select count(*) from pgqueue.maintain()") == 10
+        assert one(conn, "select count(*) from pgqueue.maintain()") == 11
         conn.execute("drop extension pgqueue")
         assert (
             one(conn, "select count(*) from pg_namespace where nspname = 'pgqueue'")

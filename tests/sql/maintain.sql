@@ -51,7 +51,7 @@ select results_eq(
 
 select results_eq(
     'select task from pgqueue.maintain()', $$ values ('reap'), ('fire schedules'), ('tie loose ends'), ('sweep groups'), ('drop permits'),
-        ('forget keys'), ('forget dead jobs'), ('forget batches'), ('forget events'), ('forget runs') $$,
+        ('drop tickets'), ('forget keys'), ('forget dead jobs'), ('forget batches'), ('forget events'), ('forget runs') $$,
     'maintain returns a row for each of its tasks'
 );
 truncate pgqueue.run;

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(104);
+select plan(108);
 
 \ir limits.psql
 
@@ -345,6 +345,26 @@ insert into pgqueue.ticket (at, priority, queue, group_key) values (now() - inte
 insert into pgqueue.job (run_at, enqueued_at, priority, max_attempts, queue, kind, payload, group_key)
 values (now() - interval '1 hour', now(), 0, 20, 'position', 'k', '"behind"', 'behind');
 select is(pg_temp.claimed('position', 5), 'behind', 'and one that finds none looks at those behind it');
+
+-- Groups without jobs
+
+truncate pgqueue.job, pgqueue.ticket;
+select pg_temp.fill('idle', 'a1 b1');
+select pgqueue.enqueue('idle', '"c1"', group_key => 'c', run_at => '2100-01-01');
+select pgqueue.enqueue('idle', '"d1"', group_key => 'd', run_at => '2100-01-01');
+select pgqueue.cancel(id) from pgqueue.job where payload in ('"b1"', '"c1"');
+select is((select count(*) from pgqueue.ticket), 4::bigint, 'a job that is cancelled leaves its ticket behind');
+select is(
+    (select done from pgqueue.maintain() where task = 'drop tickets'), 2::bigint, 'maintain drops those of groups without jobs'
+);
+select results_eq(
+    'select group_key from pgqueue.ticket order by group_key', $$ values ('a'), ('d') $$, 'and no others, due or not'
+);
+select pgqueue.enqueue_many(
+    'idle', array_fill('1'::jsonb, array[5000]), group_keys => array_agg('g ' || n)
+) from generate_series(1, 5000) as n;
+select pgqueue.purge('idle');
+select ok(done between 1 and 1500, 'in each call on a few pages') from pgqueue.maintain() where task = 'drop tickets';
 
 -- All hints lost
 
