@@ -52,6 +52,8 @@ $$;
 -- The first jobs of each lane, and how each counts: ten, or of each longer lane an equal part of share; if most of the
 -- first ten are running, also an equal part of more; and one, by which is_cut says that the lane goes on, and is_busy
 -- that more of its jobs may be running. Two index descents for each lane, because there may be thousands.
+-- In a lane of groups that are served in turn, leased jobs are not in front, but at the front of their groups. So those
+-- among the first ten of up to 1000 groups (each at each of its priorities) are added, and more if most of the ten are.
 create or replace function pgqueue._fronts(share int, more int, moment timestamptz, has_full boolean)
     returns table (
         queue text, id bigint, run_at timestamptz, worker text, state "char", is_cut boolean, is_busy boolean
@@ -90,24 +92,65 @@ as $$
             ) else 10 end as most
         from lane as l
         where l.jobs > 0
-    )
-    select
-        j.queue, j.id, j.run_at, j.worker, c.state, j.place > s.most,
-        j.place > s.most and case s.most when 10 then s.leased > 9 else j.lease_expires_at is not null end
-    from sized as s
-    cross join lateral (
-        select j.*, row_number() over () as place
-        from (
-            select j.*
-            from pgqueue.job as j
-            where hashtext(j.queue) = s.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = s.lane and j.queue >= ''
-            order by j.run_at, j.id
-            limit s.most + 1
+    ), walked as materialized (
+        select
+            j.queue, j.id, j.run_at, j.worker, c.state, j.place > s.most as is_cut,
+            j.place > s.most and case s.most when 10 then s.leased > 9 else j.lease_expires_at is not null end as is_busy
+        from sized as s
+        cross join lateral (
+            select j.*, row_number() over () as place
+            from (
+                select j.*
+                from pgqueue.job as j
+                where hashtext(j.queue) = s.hash and (j.priority + 1000 * num_nonnulls(j.group_key)) = s.lane
+                    and j.queue >= ''
+                order by j.run_at, j.id
+                limit s.most + 1
+            ) as j
         ) as j
+        cross join lateral pgqueue._counts_as(
+            j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, (j.terms).expires_at, moment, has_full
+        ) as c
+    ), team as (
+        select -9223372036854775808 as hash, -1000 as below, 0::bigint as leased, 0 as nth
+        union all
+        select n.hash, n.below, n.leased, t.nth + 1
+        from team as t
+        cross join lateral (
+            select f.hash, f.below, count(f.lease_expires_at) as leased
+            from (
+                select
+                    hashtextextended(j.group_key, hashtext(j.queue)) as hash, -j.priority as below, j.lease_expires_at
+                from pgqueue.job as j
+                where j.group_key is not null
+                    and (hashtextextended(j.group_key, hashtext(j.queue)), -j.priority) > (t.hash, t.below)
+                order by hashtextextended(j.group_key, hashtext(j.queue)), -j.priority, j.run_at, j.id
+                limit 10
+            ) as f
+            group by f.hash, f.below
+            order by f.hash, f.below
+            limit 1
+        ) as n
+        where t.nth < 1000
+    )
+    select w.* from walked as w
+    union all
+    select j.queue, j.id, j.run_at, j.worker, (case when j.lease_expires_at > moment then 'l' else 'e' end)::"char", false, false
+    from (
+        select t.hash, t.below, case when t.leased > 5
+            then greatest(_fronts.more / count(*) filter (where t.leased > 5) over (), 10) else 10
+        end as most
+        from team as t
+        where t.leased > 0
+    ) as t
+    cross join lateral (
+        select j.*
+        from pgqueue.job as j
+        where j.group_key is not null and hashtextextended(j.group_key, hashtext(j.queue)) = t.hash and -j.priority = t.below
+        order by j.run_at, j.id
+        limit t.most
     ) as j
-    cross join lateral pgqueue._counts_as(
-        j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, (j.terms).expires_at, moment, has_full
-    ) as c
+    where j.lease_expires_at is not null and j.id not in (select w.id from walked as w)
 $$;
 
 -- The jobs of each queue by state; since when the first, and the first hundredth, of the ready ones have
@@ -280,9 +323,9 @@ begin
 end;
 $$;
 
--- The leased jobs. Above 16 MB only those among the first 20,000 jobs, shared by the lanes with more than ten, and
--- 10,000 more in lanes where most of the first ten are running: there are others only if claims by kind have
--- passed over as many.
+-- The leased jobs. Above 16 MB only those among the first 20,000 jobs, shared by the lanes with more than ten,
+-- 10,000 more in lanes where most of the first ten are running, and the first of up to 1000 groups: there are others
+-- only if claims have passed over as many (of other kinds, paused, at a cap), or more groups have jobs.
 create or replace function pgqueue._leased()
     returns setof bigint
     language plpgsql
@@ -294,6 +337,7 @@ create or replace function pgqueue._leased()
     set enable_seqscan = off
     set enable_bitmapscan = off
     set enable_indexscan = on
+    set work_mem = '32MB'
 as $$
 begin
     if pg_relation_size('pgqueue.job') <= 16777216 then

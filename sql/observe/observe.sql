@@ -243,8 +243,9 @@ order by j.claimed_at;
 comment on view pgqueue.running is
 'The leased jobs, the longest-running first. Reads them all while the table of
 jobs is small (16 MB), else the first 20,000 jobs, of which each lane has its
-share, and ten at least, and 10,000 more of lanes where most of the first ten
-run: all are there, unless claims by kind have passed over more.
+share, and ten at least, 10,000 more of lanes where most of the first ten run,
+and the first of up to 1000 groups: all are there, unless claims have passed
+over more (of other kinds, paused, at a cap), or more groups have jobs.
 running_for: Time since it was claimed.
 lease_left: Time until the lease expires; negative once it has, and the worker
 is probably dead.';

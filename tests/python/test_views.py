@@ -774,6 +774,40 @@ def test_of_very_many_jobs_what_runs_and_short_queues_are_counted_and_the_rest_e
     assert buffers(db, "select * from pgqueue._count_jobs()") < 500
 
 
+def test_of_very_many_jobs_those_of_groups_that_run_are_counted_wherever_they_are(db):
+    """They are at the front of their groups, and far behind in their lane."""
+    for group, jobs in [("large", 60000), ("busy", 400), *((g, 3) for g in "abcdefgh")]:
+        db.execute(
+            "select pgqueue.enqueue_many('q', array_fill(to_jsonb(repeat('x', 200)), array[%(n)s]),"
+            " group_keys => array_fill(%(group)s::text, array[%(n)s]))",
+            {"n": jobs, "group": group},
+        )
+    assert one(db, "select pg_relation_size('pgqueue.job')") > 2**24
+    held = column(db, "select id from pgqueue.claim('q', 'w', 900)")
+    of_groups = (
+        "select group_key, count(*) from pgqueue.job where token is not null group by 1"
+    )
+    counts = dict(db.execute(of_groups).fetchall())
+    assert len(counts) == 10 and counts["busy"] > 200
+    assert sorted(column(db, "select id from pgqueue.running")) == sorted(held)
+    (queue,) = rows(db, "select * from pgqueue.queues")
+    assert (queue["running"], queue["workers"]) == (len(held), 1)
+    assert one(db, "select held from pgqueue.workers") == len(held)
+    db.execute(
+        "update pgqueue.job set lease_expires_at = now() - interval '1 hour' where token is not null and group_key = 'a'"
+    )
+    (queue,) = rows(db, "select * from pgqueue.queues")
+    assert (queue["running"], queue["expired"]) == (len(held) - 3, 3)
+    assert column(db, "select problem from pgqueue.stuck") == ["expired"] * 3
+    query = "select h.status from pgqueue.health() as h where h.check = 'leases'"
+    assert one(db, query) == "critical"
+
+    db.execute(
+        "select pgqueue.enqueue('q', group_key => 'group ' || n) from generate_series(1, 3000) as n"
+    )
+    assert buffers(db, "select * from pgqueue._leased()") < 10000
+
+
 def test_of_very_many_jobs_those_of_two_queues_with_one_hash_are_told_apart(db):
     """They share lanes, in which their jobs come in turn."""
     names = "select 'queue ' || n as name from generate_series(1, 300000) as n"
