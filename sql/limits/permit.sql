@@ -651,8 +651,8 @@ begin
 end;
 $$;
 
--- Drops the permits of at most 1000 groups that have had no job for a day; returns how many. Relies on the planner
--- settings of maintain as well.
+-- Drops the permits of at most 1000 groups, queues and kinds that have had no job for a day; returns how many. Those of
+-- a queue's own caps, which were created when these were set, stay. Relies on the planner settings of maintain as well.
 create or replace function pgqueue._drop_permits()
     returns bigint
     language plpgsql
@@ -665,24 +665,31 @@ declare
     more bigint;
 begin
     for idle in
-        select p.queue, p.group_key
+        select p.queue, p.kind, p.group_key
         from pgqueue.permit as p
-        where p.group_key <> ''
-        group by p.queue, p.group_key
-        having (max(p.taken_at) > clock_timestamp() - interval '1 day') is not true
-            and not exists (select from pgqueue.job as j where pgqueue._is_in_group(j, p.queue, p.group_key))
+        group by p.queue, p.kind, p.group_key
+        having (max(p.taken_at) > clock_timestamp() - interval '1 day') is not true and case p.group_key
+            when '' then not exists (
+                select from pgqueue.job as j where hashtext(j.queue) = hashtext(p.queue) and j.queue = p.queue
+            ) and not exists (
+                select from pgqueue.queue as q
+                where q.name = p.queue and q.kind = p.kind and q.group_key = ''
+                    and num_nonnulls(q.max_running, q.rate_limit) > 0
+            )
+            else not exists (select from pgqueue.job as j where pgqueue._is_in_group(j, p.queue, p.group_key))
+        end
         limit 1000
     loop
         locked := array(
-            select p.ctid from pgqueue.permit as p where pgqueue._is_permit_of(p, idle.queue, '', idle.group_key)
+            select p.ctid from pgqueue.permit as p where pgqueue._is_permit_of(p, idle.queue, idle.kind, idle.group_key)
             for update skip locked
         );
-        -- All permits of a group or none: _make_permits relies on places without gaps.
+        -- All permits of each or none: _make_permits relies on places without gaps.
         delete from pgqueue.permit as p
         where p.ctid = any (locked) and (
             select bool_and(o.ctid = any (locked) and (o.taken_at > clock_timestamp() - interval '1 day') is not true)
             from pgqueue.permit as o
-            where pgqueue._is_permit_of(o, idle.queue, '', idle.group_key)
+            where pgqueue._is_permit_of(o, idle.queue, idle.kind, idle.group_key)
         );
         get diagnostics more = row_count;
         dropped := dropped + more;

@@ -359,14 +359,14 @@ begin any more, at most 1000 in all (done: jobs; above 16 MB of jobs, not in
 the 20 seconds after another call did); fires at most 100 schedules that are
 due (done: jobs); looks again at jobs and batches that may not have to wait any
 more, 1000 of each (done: looks); looks for groups that have jobs to run but no
-ticket, among the next 1000 (done: groups); drops the permits of groups that
-have had no job for a day (done: permits), and tickets of groups that have no
-job, on 16 pages of them (done: tickets); deletes at most 100,000 unique_for
-windows that have ended (done: windows), and at most 10,000 dead jobs that have
-been kept for keep_dead (done: jobs) and batches that finished 14 days ago
-(done: batches), and 100,000 events older than keep_events (done: events); adds
-up for metrics what has happened, at most twice a minute; forgets the ids of
-jobs that were cancelled, purged or discarded 14 days ago; empties the tables
+ticket, among the next 1000 (done: groups); drops the permits of groups and
+queues that have had no job for a day (done: permits), and tickets of groups
+that have no job, on 16 pages of them (done: tickets); deletes at most 100,000
+unique_for windows that have ended (done: windows), and at most 10,000 dead jobs
+that have been kept for keep_dead (done: jobs) and batches that finished 14 days
+ago (done: batches), and 100,000 events older than keep_events (done: events);
+adds up for metrics what has happened, at most twice a minute; forgets the ids
+of jobs that were cancelled, purged or discarded 14 days ago; empties the tables
 of run whose days are over (done: tables). Call it every minute or so, from a
 worker, cron or psql, as a statement of its own: in a transaction that may
 continue it deletes old runs instead, at most 100,000 (done: runs), which locks

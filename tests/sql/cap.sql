@@ -245,6 +245,20 @@ select is(
     (select m.done from pgqueue.maintain() as m where m.task = 'drop permits'), 3::bigint,
     'maintain drops the permits of groups that have no job'
 );
+select pgqueue.configure(null, max_running => 4);
+select pgqueue.configure('own', kind => 'k', max_running => 2);
+select pg_temp.fill(queue, 'k', 2) from unnest('{own,idle,fresh}'::text[]) as queue;
+select pg_temp.claimed(queue, 5), pg_temp.complete(queue, 9) from unnest('{own,idle,fresh}'::text[]) as queue;
+update pgqueue.permit set taken_at = taken_at - interval '2 days' where queue in ('own', 'idle');
+select pgqueue.maintain();
+select results_eq(
+    $$ select queue, kind, count(*) from pgqueue.permit where queue in ('own', 'idle', 'fresh') group by 1, 2 order by 1, 2 $$,
+    $$ values ('fresh', '', 4::bigint), ('own', 'k', 2) $$,
+    'and of queues that have had no job for a day, but not those of their own caps'
+);
+select pg_temp.fill('idle', 'k', 5);
+select is(pg_temp.claimed('idle', 5), 'k4', 'the next enqueue creates them again');
+select pgqueue.configure(null, reset => true);
 
 -- why
 select pg_temp.fill('why', 'a', 2);
