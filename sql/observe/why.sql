@@ -141,7 +141,8 @@ begin
 end;
 $$;
 
--- How many ready jobs are ahead of this one; it counts no further than 10,001.
+-- How many ready jobs are ahead of this one; it counts no further than 10,001. Of its own priority only those of its
+-- group count or, if it has none, those without one: the groups, and the jobs without one, are served in turn.
 create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
     returns bigint
     language plpgsql
@@ -159,26 +160,57 @@ begin
                 select v.lane, v.lane - case when v.lane > 500 then 1000 else 0 end as priority
                 from pgqueue._live_lanes(job.queue) as v
             ) as l
-            cross join lateral (
-                select case
-                    when l.priority = job.priority then job.run_at
-                    else pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after)
-                end as due_by
-            ) as b
+            cross join lateral pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after) as b (due_by)
             cross join lateral (
                 select
                 from pgqueue.job as j
                 where pgqueue._is_in_lane(j, job.queue, l.lane)
-                    and (j.run_at, j.id) < (
-                        b.due_by, case when l.priority <> job.priority then 9223372036854775807 else job.id end
-                    )
-                    and j.lease_expires_at is null
+                    and (j.run_at, j.id) < (b.due_by, 9223372036854775807) and j.lease_expires_at is null
                 order by j.run_at, j.id
                 limit 10001
             ) as ahead
-            where l.priority >= job.priority or age_after is not null
+            where l.priority > job.priority or l.priority <> job.priority and age_after is not null
+            union all
+            (
+                select
+                from pgqueue.job as j
+                where job.group_key is null and pgqueue._is_in_lane(j, job.queue, job.priority)
+                    and (j.run_at, j.id) < (job.run_at, job.id) and j.lease_expires_at is null
+                order by j.run_at, j.id
+                limit 10001
+            )
+            union all
+            (
+                select
+                from pgqueue.job as j
+                where pgqueue._is_in_group(j, job.queue, job.group_key) and -j.priority = -job.priority
+                    and (j.run_at, j.id) < (job.run_at, job.id) and j.lease_expires_at is null
+                order by j.run_at, j.id
+                limit 10001
+            )
             limit 10001
         ) as a
+    );
+end;
+$$;
+
+-- Whether other groups have due jobs of the same priority.
+create or replace function pgqueue._is_in_turn(job pgqueue.job, moment timestamptz)
+    returns boolean
+    language plpgsql
+    set enable_sort = off
+as $$
+begin
+    return exists (
+        select
+        from (
+            select t.group_key, t.is_blocked
+            from pgqueue.ticket as t
+            where pgqueue._is_ticket_in(t, job.queue, job.priority) and t.at <= moment
+            order by t.at
+            limit 1000
+        ) as t
+        where t.group_key is distinct from job.group_key and not t.is_blocked
     );
 end;
 $$;
@@ -379,6 +411,10 @@ begin
                             case when a.jobs > 10000 then 'more than 10,000' else to_char(a.jobs, 'FM999,999,999') end,
                             case when a.jobs = 1 then 'job' else 'jobs' end
                         )
+                    end || case
+                        when not pgqueue._is_in_turn(job, moment) then ''
+                        when job.group_key is null then ', in turn with groups'
+                        else ', in turn with other groups'
                     end || coalesce('; ' || pgqueue._why_unclaimed(job, moment), '')
                     from pgqueue._count_ahead(job, moment) as a (jobs)
                 )

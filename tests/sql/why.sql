@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(57);
+select plan(61);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -55,18 +55,18 @@ select pgqueue.enqueue_many('w', array_fill('{}'::jsonb, array[3209]), priority 
 select pgqueue.enqueue('w', group_key => 'g', run_at => now() - interval '1 minute');
 select pgqueue.enqueue('w', group_key => 'g');
 select is(
-    pg_temp.why(:second), 'ready: waits behind 3,211 jobs of higher priority or earlier turn in its queue',
-    'why counts the jobs of higher priority, and those of groups that have been due for longer'
+    pg_temp.why(:second), 'ready: waits behind 3,210 jobs of higher priority or earlier turn in its queue, in turn with groups',
+    'why counts the jobs of higher priority, but not those of groups that have been due for longer'
 );
 select pgqueue.enqueue_many('w', array_fill('{}'::jsonb, array[7000]), priority => 2);
 select is(
-    pg_temp.why(:second), 'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue',
+    pg_temp.why(:second), 'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue, in turn with groups',
     'why stops counting at 10,000'
 );
 update pgqueue.job set claimed_at = claimed_at - interval '11 minutes' where id = :running;
 select is(
     pg_temp.why(:ready),
-    'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue; '
+    'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue, in turn with groups; '
     'no worker has claimed from it for 10 minutes',
     'why says when the last job that was claimed has run for ten minutes'
 );
@@ -236,6 +236,22 @@ select is(
     pg_temp.why(:other), 'ready: next in its queue; no worker takes its kind: the workers of its queue take others',
     'why tells that those who serve its queue take other kinds'
 );
+
+-- Groups are served in turn
+
+select pgqueue.enqueue_many('turns', array_fill('1'::jsonb, array[9]), group_keys => array_fill('large'::text, array[9]));
+select pgqueue.enqueue('turns', group_key => 'small') as first \gset
+select pgqueue.enqueue('turns', group_key => 'small') as second \gset
+select pgqueue.enqueue('turns') as plain \gset
+select matches(
+    pg_temp.why(:first), '^ready: next in its queue, in turn with other groups;', 'why counts no jobs of other groups as ahead'
+);
+select matches(
+    pg_temp.why(:second), '^ready: waits behind 1 job of .* queue, in turn with other groups;', 'but those of its own group'
+);
+select matches(pg_temp.why(:plain), '^ready: next in its queue, in turn with groups;', 'nor does a job without a group wait for all');
+select pgqueue.reprioritize(:plain, 1);
+select matches(pg_temp.why(:first), '^ready: waits behind 1 job of .*, in turn with', 'and those of a higher priority');
 
 -- Order in a group that has a limit
 
