@@ -386,7 +386,11 @@ begin
     if expires_at <= moment then
         return format(
             'expired at %s, not %s by then: the next %s cancels it', pgqueue._written(expires_at), begun,
-            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim or maintain()' end
+            case
+                when job.run_at > moment or num_nonnulls(pgqueue._why_paused(job), pgqueue._why_capped(job, moment)) > 0
+                    then 'maintain()'
+                else 'claim or maintain()'
+            end
         );
     end if;
     return concat_ws('; ',

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(61);
+select plan(62);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -198,6 +198,11 @@ select is(
     'why tells until when a job may begin'
 );
 update pgqueue.job set attempt = 1, terms.expires_at = now() where id = :ends;
+select is(
+    pg_temp.why(:ends), 'expired at TIME, not begun again by then: the next maintain() cancels it',
+    'why says that no claim comes across a job before it is due'
+);
+select pgqueue.run_now(:ends);
 select is(
     pg_temp.why(:ends), 'expired at TIME, not begun again by then: the next claim or maintain() cancels it',
     'why says that it may not begin any more'
