@@ -190,6 +190,10 @@ declare
         pgqueue._lock_settings()
     ));
 begin
+    -- A day as 24 hours: in the time zone of a session that claims it may have 23.
+    given := given || jsonb_strip_nulls(jsonb_build_object(
+        'rate_period', make_interval(secs => extract(epoch from configure.rate_period)::float8)
+    ));
     perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);
     perform pgqueue._resolve(coalesce(configure.queue, ''));
     if given ?| '{group_limit,max_running,rate_limit,rate_period}'

@@ -238,6 +238,21 @@ select is(length(pg_temp.claimed('cap and limit', 5)), 3, 'the cap of a queue ho
 select pg_temp.complete('cap and limit');
 select is(length(pg_temp.claimed('cap and limit', 5)), 3, 'and leaves none of them behind');
 
+-- When the clocks go forward: in twelve hours
+select set_config('timezone', format(
+    'AAA0BBB-1,%s/%s,%s', to_char(t.at, 'DDD')::int - 1, to_char(t.at, 'HH24'), (to_char(t.at, 'DDD')::int + 30) % 365
+), true)
+from (select now() at time zone 'UTC' + interval '12 hours') as t (at);
+select is(now() + interval '1 day', now() + interval '23 hours', 'a day has 23 hours');
+select pgqueue.configure('day', rate_limit => 1, rate_period => '1 day');
+select pg_temp.fill('day', 'k', 2);
+select is(pg_temp.claimed('day', 2), 'k1', 'a job begins');
+select is(
+    (select p.free_at - p.taken_at from pgqueue.permit as p where p.queue = 'day'), interval '24 hours',
+    'and the next one after 24 hours'
+);
+reset timezone;
+
 -- What is dropped
 update pgqueue.permit set taken_at = taken_at - interval '2 days' where queue in ('both', 'g');
 delete from pgqueue.job where queue = 'both';
