@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,14 @@ def make_app() -> pgqueue.App:
     @app.job("async_transaction", transaction=True)
     async def async_transaction(job: pgqueue.Job) -> None:
         await job.connection.execute("select 1")
+
+    @app.job("sync_step")
+    def sync_step(job: pgqueue.Job) -> None:
+        job.step("one", int)
+
+    @app.job("async_step")
+    async def async_step(job: pgqueue.Job) -> None:
+        await job.step("one", asyncio.sleep, 0)
 
     return app
 
@@ -88,9 +97,12 @@ def nothing_left(db) -> Iterator[None]:
 
 def test_a_worker_leaves_no_file_thread_or_session_behind(db, dsn) -> None:
     run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
-    with nothing_left(db):
+    with nothing_left(db), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", ResourceWarning)
         for _ in range(3):
             run_all(db, Worker(make_app(), {"default": 1}, dsn=dsn))
+        gc.collect()
+    assert [str(warning.message) for warning in told] == []
 
 
 def test_a_busy_worker_that_cannot_listen_says_again_what_it_serves(
@@ -204,7 +216,7 @@ def test_two_workers_in_one_process_work_side_by_side(db, dsn) -> None:
     asyncio.run(serve())
     runs = "select distinct queue || ' ' || split_part(worker, ':', 1) from pgqueue.run"
     assert sorted(column(db, runs)) == ["first first", "second second"]
-    assert one(db, "select count(*) from pgqueue.run") == 2 * 5 * 20
+    assert one(db, "select count(*) from pgqueue.run") == 2 * len(make_app().tasks) * 20
 
 
 def test_one_worker_ends_while_another_in_the_process_works_on(db, dsn) -> None:

@@ -152,4 +152,5 @@ class Connections:
         for idle in (self._idle, *self._own.values()):
             with contextlib.suppress(IndexError):
                 while idle[0][0] <= time.monotonic() - after:
-                    idle.pop(0)[1].finish()
+                    _, session, *_ = idle.pop(0)
+                    session.finish()
