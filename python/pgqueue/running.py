@@ -96,7 +96,7 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
                 return SUSPENDED
             await check_result(attempt.connection, outcome)
             params = attempt.id, attempt.token, outcome.text
-            await settled(attempt.connection.execute(COMPLETE, params))
+            await settled(call(attempt.connection, COMPLETE, params, list))
         return Outcome("none", outcome.text, error=outcome.error)
     except BaseException as error:  # whatever a handler raises only fails its own job
         return judge(attempt, error)
@@ -112,7 +112,7 @@ async def check_result(conn: Any, outcome: Outcome) -> psycopg.Error | None:
         return None
     try:
         async with either(conn.transaction()):
-            await settled(conn.execute(f"select {JSON} is null", (text,)))
+            await settled(call(conn, f"select {JSON} is null", (text,), list))
     except (psycopg.DataError, psycopg.NotSupportedError) as error:
         outcome.text, outcome.error = not_stored(error), error
         return error

@@ -787,6 +787,7 @@ DIRT = """
 
 def state_of(conn: Any, row: Any) -> dict[str, Any]:
     row["row_factory"] = conn.row_factory.__name__
+    row["cursor_factory"] = conn.cursor_factory.__name__
     row["threshold"] = conn.prepare_threshold
     row["autocommit"] = conn.autocommit
     row["loader"] = conn.adapters.get_loader(23, psycopg.pq.Format.TEXT).__name__
@@ -801,6 +802,8 @@ class Shouting(psycopg.adapt.Loader):
 
 def soil(conn: Any) -> None:
     conn.row_factory = psycopg.rows.dict_row
+    is_async = isinstance(conn, psycopg.AsyncConnection)
+    conn.cursor_factory = psycopg.AsyncRawCursor if is_async else psycopg.RawCursor
     conn.prepare_threshold = 1
     conn.adapters.register_loader("int4", Shouting)
     conn.add_notice_handler(print)
