@@ -3,10 +3,12 @@
 The worker and pgqueue.testing share it. It never raises: at most the job fails.
 """
 
+import asyncio
 import contextvars
+import math
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,7 @@ from pgqueue.steps import Steps
 
 JSON = "%s::pg_catalog.jsonb"
 COMPLETE = f"select pgqueue.complete(%s, %s, {JSON})"
+CLOSING = 1.0  # seconds for a stream that an async handler has left
 NO_MIDDLEWARE: Any = nullcontext()
 
 
@@ -92,6 +95,12 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
                     await attempt.steps.end()
             finally:
                 attempt.in_handler = False
+                if is_left := await _is_left(attempt.connection):
+                    attempt.connection.pgconn.finish()
+            if is_left:
+                raise RuntimeError(
+                    "the handler left its connection in a stream, copy or pipeline"
+                )
             if outcome.name == "suspend":
                 return SUSPENDED
             await check_result(attempt.connection, outcome)
@@ -102,6 +111,18 @@ async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
         return judge(attempt, error)
     finally:
         _end_fork(generation)
+
+
+async def _is_left(conn: Any) -> bool:
+    """Whether the handler has not ended a stream, copy or pipeline: all calls would wait for that."""
+    if not conn.lock.locked():
+        return bool(conn.pgconn.pipeline_status)
+    if isinstance(conn, psycopg.AsyncConnection):  # a task may be closing it
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING), conn.lock:
+                return False
+    # A call that waits, in another thread or task, will end.
+    return getattr(conn, "waits_since", math.inf) == math.inf
 
 
 async def check_result(conn: Any, outcome: Outcome) -> psycopg.Error | None:

@@ -124,7 +124,7 @@ def test_a_statement_timeout_is_not_for_the_calls_of_a_worker(db, dsn) -> None:
     assert column(db, "select result from pgqueue.run") == ["2s"]
 
 
-HOW = "close copy unread commit rollback terminate abort".split()
+HOW = "close copy unread commit rollback terminate abort stream break pipeline".split()
 
 
 @pytest.mark.sample(4)
@@ -141,8 +141,10 @@ def test_a_wrecked_session_harms_no_other_job(db, workers, kind, how) -> None:
         wait_until(lambda: one(db, done, good) == 2)  # noqa: B023
         wait_until(lambda: one(db, done, [bad]) == 1)  # noqa: B023
     completed = column(db, "select job_id from pgqueue.run where outcome = 'completed'")
-    if how in ("close", "terminate", "abort"):
+    if how in ("close", "terminate", "abort", "stream", "pipeline"):
         assert outcomes(db) == {"completed": 4, "retry": 2}
+    if how == "break":
+        assert outcomes(db) == {"completed": 6}
     if how != "rollback":  # which the handler chose itself
         assert sorted(column(db, "select job_id from effect")) == sorted(completed)
 

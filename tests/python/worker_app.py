@@ -848,6 +848,15 @@ def wrecks(job: pgqueue.Job, how: str) -> None:
         case "abort":
             with contextlib.suppress(psycopg.DataError):
                 conn.execute("select 1 / 0")
+        case "stream":
+            rows = conn.cursor().stream("select generate_series(1, 1000)")
+            raise ValueError(next(rows))  # whose traceback keeps the rows
+        case "break":
+            for _ in conn.cursor().stream("select generate_series(1, 1000)"):
+                break
+        case "pipeline":
+            kept.append(conn.pipeline())
+            kept[-1].__enter__()
 
 
 @app.job("awrecks", transaction=True)
@@ -868,6 +877,15 @@ async def awrecks(job: pgqueue.Job, how: str) -> None:
         case "abort":
             with contextlib.suppress(psycopg.DataError):
                 await conn.execute("select 1 / 0")
+        case "stream":
+            rows = conn.cursor().stream("select generate_series(1, 1000)")
+            raise ValueError(await anext(rows))
+        case "break":
+            async for _ in conn.cursor().stream("select generate_series(1, 1000)"):
+                break
+        case "pipeline":
+            kept.append(conn.pipeline())
+            await kept[-1].__aenter__()
 
 
 kept: list[Any] = []
