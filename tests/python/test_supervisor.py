@@ -442,6 +442,16 @@ def test_a_second_signal_kills_children_that_cannot_be_told(db, workers) -> None
     wait_until(lambda: left(workers) == [])
 
 
+def test_a_third_signal_kills_children_that_do_not_react(db, workers) -> None:
+    parent = workers.start("--processes", "2")
+    wait_until(lambda: one(db, RESTING) == 2)
+    for pid in children(parent.pid):
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: parent.send_signal(signal.SIGTERM) or parent.poll() is not None)
+    assert parent.wait(20) == 128 + signal.SIGTERM
+    assert left(workers) == []
+
+
 def test_a_child_waits_for_its_supervisor_whatever_the_default_timeout_is(
     monkeypatch,
 ) -> None:

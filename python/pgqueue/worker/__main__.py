@@ -157,8 +157,6 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
         relayed += 1
         if relayed > len(signals):
             worker.stop(why)
-        if relayed > 2:
-            os._exit(128 + signal.SIGTERM)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal came_at

@@ -6,7 +6,7 @@ from the same one sent to the child as well.
 
 By the same socket a child says what its exit code means, which any handler, library or script
 can produce: READY, then DONE; or CANNOT, which counts as long as no child was ready. Until it says
-LISTENS, as while its app is imported, it is ended by signals.
+LISTENS, as while its app is imported, it is ended by signals; so is any by a third one.
 """
 
 import contextlib
@@ -118,13 +118,14 @@ class Supervisor:
         notify_systemd("STOPPING=1")
         self._stops.append(number)
         self._start_at.clear()
+        count = len(self._stops)
         for child in self._children:
             with contextlib.suppress(BrokenPipeError):
                 child.socket.send(b".")
-            if LISTENS not in child.hear():
-                is_first = len(self._stops) == 1
+            # It may hear nothing yet or, if it hangs, no more.
+            if count > 2 or LISTENS not in child.hear():
                 child.process.send_signal(
-                    signal.SIGTERM if is_first else signal.SIGKILL
+                    signal.SIGTERM if count == 1 else signal.SIGKILL
                 )
 
     def _ended(self, child: Child, exit_code: int) -> None:
