@@ -2,9 +2,9 @@
 
 import json
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, Literal
@@ -64,24 +64,24 @@ class Status:
         return self.state in ENDS
 
 
-NAMES = [f.name for f in fields(Status)]
-JSON = ("result", "payload", "errors")
-# psycopg reads no interval in an IntervalStyle other than that of Postgres.
-SELECTED = dict.fromkeys(JSON, "s.{}::pg_catalog.text")
-SELECTED["time_left"] = "extract(epoch from s.{})::float"
+# What drivers read each in its own way is selected as text, and read here.
+READERS: dict[str, Callable[[str], Any]] = {
+    "time_left": lambda text: timedelta(seconds=float(text)),
+    **dict.fromkeys(("result", "payload", "errors"), json.loads),
+}
+COLUMNS = {name: f"s.{name}::pg_catalog.text" for name in READERS}
+COLUMNS["time_left"] = "extract(epoch from s.time_left)::pg_catalog.text"
 STATUS = "select {} from pgqueue.status(%s) as s".format(
-    ", ".join(SELECTED.get(name, "s.{}").format(name) for name in NAMES)
+    ", ".join(COLUMNS.get(f.name, f"s.{f.name}") for f in fields(Status))
 )
 
 
 def _as_status(rows: list[tuple[Any, ...]]) -> Status:
     (row,) = rows
-    found = dict(zip(NAMES, row, strict=True))
-    for name in JSON:
-        found[name] = None if found[name] is None else json.loads(found[name])
-    if found["time_left"] is not None:
-        found["time_left"] = timedelta(seconds=found["time_left"])
-    return Status(**found)
+    found = Status(*row)
+    texts = {name: getattr(found, name) for name in READERS}
+    known = {name: READERS[name](t) for name, t in texts.items() if t is not None}
+    return replace(found, **known)
 
 
 @on_any_connection
@@ -149,7 +149,7 @@ class _Session:
     def __init__(self, conn: Any) -> None:
         self._conn = conn
         self._has_heard = False
-        if conn.info.transaction_status != TransactionStatus.IDLE:
+        if not conn.closed and conn.info.transaction_status != TransactionStatus.IDLE:
             raise ValueError("no notification arrives in a transaction: end it first")
         if conn.info.pipeline_status != PipelineStatus.OFF:
             raise ValueError("no notification arrives in a pipeline: end it first")

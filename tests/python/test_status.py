@@ -254,6 +254,20 @@ def test_wait_works_on_an_async_connection_beside_other_tasks(
     assert found == [("completed", None), ("dead", "e")]
 
 
+def test_the_time_left_is_read_whatever_the_style_of_intervals(db):
+    lease = claimed(db)
+    for done in 1, 2:
+        db.execute(
+            "select pgqueue.progress(%(id)s, %(token)s, %(done)s, 1e5)",
+            {**lease, "done": done},
+        )
+    for style in "postgres", "sql_standard", "iso_8601", "postgres_verbose":
+        db.execute(f"set intervalstyle = {style}")
+        assert pgqueue.status(db, lease["id"]).time_left > timedelta(0)
+        with pytest.raises(TimeoutError):
+            pgqueue.wait(db, lease["id"], timeout=0, listen=False)
+
+
 def test_a_wait_that_is_cancelled_leaves_the_connection_as_it_was(db, dsn):
     lease = claimed(db)
 
@@ -294,6 +308,8 @@ def test_wait_raises_when_time_is_up_in_a_transaction_and_for_an_unknown_job(
     listening.start()
     with pytest.raises(psycopg.OperationalError):
         waiting.result(20)
+    with pytest.raises(psycopg.OperationalError, match="closed"):
+        pgqueue.wait(other, lease["id"])
 
 
 def test_the_ends_of_other_jobs_make_a_waiter_look_now_and_then_only(db, dsn):
