@@ -35,7 +35,8 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def say(text: str) -> None:
-    print(f"pgqueue: {printable(text, keep=LINES)}", file=sys.stderr)
+    if sys.stderr:  # if it is closed, print() would take stdout
+        print(f"pgqueue: {printable(text, keep=LINES)}", file=sys.stderr)
 
 
 ALLOWS = "pgqueue.grant_access(role, '{}') allows it"

@@ -405,6 +405,19 @@ def test_a_command_runs_though_its_output_was_closed(db, dsn, command) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_what_is_said_does_not_mix_with_the_answer_where_errors_are_closed(
+    db, dsn
+) -> None:
+    command = [sys.executable, "-m", "pgqueue", "pause", "unknown"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
+        env={**os.environ, "PYTHONPATH": PATH, "PGQUEUE_DSN": dsn},
+        stdout=subprocess.PIPE,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
 def test_top_shows_the_running_jobs_as_often_as_asked(run, db) -> None:
     pgqueue.enqueue(db, "emails", kind="welcome")
     db.execute("select from pgqueue.claim('emails', 'me')")
