@@ -18,6 +18,7 @@ from worker_harness import (
     QUEUE,
     RESTING,
     all_backends,
+    is_empty,
     outcomes,
     wait_until,
 )
@@ -56,6 +57,43 @@ def test_sessions_that_are_not_needed_any_more_are_closed(db, dsn, monkeypatch) 
             wait_until(lambda: outcomes(db) == {"completed": count})  # noqa: B023
             wait_until(lambda: one(db, SESSIONS) == 1)
             assert worker.sources.services[0].conn is None
+    finally:
+        worker.stop()
+        thread.join(30)
+
+
+def test_no_session_stays_read_only_longer_than_its_database(db, dsn) -> None:
+    app = pgqueue.App()
+    app.job("noop")(lambda: None)
+
+    @app.job("step")
+    def step(job: pgqueue.Job) -> None:
+        job.step("one", int)
+
+    @app.job("transaction", transaction=True)
+    def transaction(job: pgqueue.Job) -> None:
+        pass
+
+    def have_failed() -> bool:
+        ask = "select count(distinct kind) = 2 from pgqueue.run where outcome = 'retry'"
+        return one(db, ask)
+
+    db.execute(
+        "select pgqueue.configure(null, retry_base => '10 ms', max_attempts => 1e6::int)"
+    )
+    worker = pgqueue.Worker(app, {QUEUE: 1}, dsn=dsn, concurrency=1)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        pgqueue.enqueue(db, QUEUE, kind="noop")
+        wait_until(lambda: is_empty(db))  # its own sessions are there, and can write
+        setting = f'alter database "{db.info.dbname}" set default_transaction_read_only'
+        db.execute(f"{setting} = on")
+        for kind in "step", "transaction":
+            pgqueue.enqueue(db, QUEUE, kind=kind)
+        wait_until(have_failed)
+        db.execute(f"{setting} = off")
+        wait_until(lambda: is_empty(db), 10)
     finally:
         worker.stop()
         thread.join(30)

@@ -72,8 +72,8 @@ class Connections:
             await settled(conn.set_isolation_level(database.READ_COMMITTED))
             async with either(conn.transaction()):
                 yield conn
-        except NoAnswer as error:
-            self._give_up(attempt, error)
+        except psycopg.Error as error:
+            self._end_if_useless(attempt, conn, error)
             raise
         finally:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
@@ -97,8 +97,7 @@ class Connections:
                 async with either(database.transaction(conn)):
                     return await settled(call(conn, query, params, list))
             except psycopg.Error as error:
-                if isinstance(error, NoAnswer):
-                    self._give_up(attempt, error)
+                self._end_if_useless(attempt, conn, error)
                 if is_new or not conn.closed:
                     raise
             finally:
@@ -120,10 +119,8 @@ class Connections:
                         await settled(conn.set_autocommit(True))
                         await settled(conn.execute("discard all"))
                     return conn
-                except NoAnswer as error:
-                    self._give_up(attempt, error)
-                except psycopg.Error:  # it has broken while it was idle
-                    continue
+                except psycopg.Error as error:  # it has broken while it was idle
+                    self._end_if_useless(attempt, conn, error)
         return None
 
     async def _connect(self, attempt: Attempt, is_own: bool = False) -> Any:
@@ -139,12 +136,18 @@ class Connections:
             raise unready("connection", error) from error
         return conn
 
-    def _give_up(self, attempt: Attempt, error: NoAnswer) -> None:
-        said = attempt, error.seconds
-        log.warning(
-            "%s: no answer in %g s: its connection is given up", *said, extra=SELDOM
-        )
-        self.close_idle(after=0)  # they will be no better
+    def _end_if_useless(
+        self, attempt: Attempt, conn: Any, error: psycopg.Error
+    ) -> None:
+        """Keep no session that is read-only, say, since it was made; nor others like one that hangs."""
+        if database.is_outage(error):
+            conn.pgconn.finish()
+        if isinstance(error, NoAnswer):
+            said = attempt, error.seconds
+            log.warning(
+                "%s: no answer in %g s: its connection is given up", *said, extra=SELDOM
+            )
+            self.close_idle(after=0)
 
     def close_idle(self, after: float) -> None:
         """Close the sessions that have been idle for this many seconds."""
