@@ -254,20 +254,6 @@ def test_wait_works_on_an_async_connection_beside_other_tasks(
     assert found == [("completed", None), ("dead", "e")]
 
 
-def test_the_time_left_is_read_whatever_the_style_of_intervals(db):
-    lease = claimed(db)
-    for done in 1, 2:
-        db.execute(
-            "select pgqueue.progress(%(id)s, %(token)s, %(done)s, 1e5)",
-            {**lease, "done": done},
-        )
-    for style in "postgres", "sql_standard", "iso_8601", "postgres_verbose":
-        db.execute(f"set intervalstyle = {style}")
-        assert pgqueue.status(db, lease["id"]).time_left > timedelta(0)
-        with pytest.raises(TimeoutError):
-            pgqueue.wait(db, lease["id"], timeout=0, listen=False)
-
-
 def test_a_wait_that_is_cancelled_leaves_the_connection_as_it_was(db, dsn):
     lease = claimed(db)
 

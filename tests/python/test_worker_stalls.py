@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from conftest import column, one
 from pgqueue import Worker
+from pgqueue.worker.deadline import notices_silence
 from worker_harness import OF_WORKERS, QUEUE, RESTING, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
@@ -283,3 +284,9 @@ def test_a_link_that_is_slow_but_not_silent_carries_a_large_payload_and_result(
         worker.stop()
         thread.join(30)
     assert one(db, "select length(result::text) from pgqueue.run") > 5_000_000
+
+
+def test_it_is_known_which_psycopg_does_not_notice_silence() -> None:
+    assert notices_silence()
+    said = [notices_silence(v) for v in ("3.2", "3.2.10", "3.2.11", "3.3", "3.10.dev1")]
+    assert said == [False, False, True, True, True]

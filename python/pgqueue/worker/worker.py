@@ -28,6 +28,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
 from pgqueue.worker import watch
+from pgqueue.worker.deadline import notices_silence
 from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.seldom import failed, log
@@ -107,6 +108,10 @@ class Worker(Terms):
         shares = ", ".join(f"{name}{share}" for name, share in self.shares.items())
         whose = "" if self.queues else " (those of its handlers)"
         log.info("%s works on %s%s, %s", self.id, shares, whose, terms)
+        if not notices_silence():
+            log.warning(
+                "a connection that hangs goes unnoticed: update psycopg to 3.2.11"
+            )
         interrupt = None
         try:
             if self._call(self.app.startup):
