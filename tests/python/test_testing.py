@@ -317,6 +317,20 @@ def test_a_failed_statement_rolls_back_its_attempt_and_not_the_test(conn) -> Non
         assert [r.outcome for r in drain(conn, own, raises=False)] == ["retry"]
 
 
+def test_drain_raises_what_a_handler_raises_within_a_stream(dsn) -> None:
+    own = pgqueue.App()
+
+    @own.job("streams", transaction=True)
+    def streams(job: pgqueue.Job) -> None:
+        rows = job.connection.cursor().stream("select generate_series(1, 1000)")
+        raise ValueError(next(rows))  # whose traceback keeps the rows
+
+    with psycopg.connect(dsn) as conn:
+        streams.enqueue(conn)
+        with pytest.raises(ValueError):
+            drain(conn, own, raises=False)  # its session is closed
+
+
 def test_drain_leaves_no_thread_or_resource_open(conn) -> None:
     gc.collect()  # what earlier tests have left
     with warnings.catch_warnings(record=True) as told:

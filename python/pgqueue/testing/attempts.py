@@ -41,6 +41,8 @@ def run_inline(
     attempt.started = time.monotonic()
     with _undo_if_broken(owner, conn):
         attempt.outcome = outcome = _attempt(conn, app, attempt)
+        if conn.closed and outcome.error:
+            raise outcome.error
     has_failed = outcome.name in ("fail", "reject")  # else it has a result
     is_planned = isinstance(outcome.error, Retry | Reject)
     status = outcome.status
