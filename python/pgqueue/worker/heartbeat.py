@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import psycopg
@@ -60,11 +60,8 @@ class Heartbeat(Service):
     def extend(self, attempt: Attempt) -> bool:
         """Extend one lease now, for a handler; without a connection, make one for it."""
         with self._lock:
-            conn = self.conn
-            if conn is None or conn.closed:
-                with self.connect() as conn:
-                    self._extend(conn, [attempt], attempt.lease)
-            else:
+            own = self.conn
+            with nullcontext(own) if own and not own.closed else self.connect() as conn:
                 self._extend(conn, [attempt], attempt.lease)
         return not attempt.is_cancelled and time.monotonic() < attempt.expires
 
