@@ -126,17 +126,14 @@ def assert_enqueued(
 
     A dict as payload matches payloads that have its keys and values.
     """
-    waiting = enqueued(conn)
     found = [
         job
-        for job in waiting
-        if (queue is None or job.queue == queue)
-        and (kind is None or job.kind == kind)
-        and (payload is None or _holds(job.payload, payload))
+        for job in enqueued(conn, queue, kind)
+        if payload is None or _holds(job.payload, payload)
     ]
     if len(found) != count if count is not None else not found:
         # Not by a statement `assert`, which `python -O` leaves out.
-        raise AssertionError(f"{len(found)} such jobs among {waiting}")
+        raise AssertionError(f"{len(found)} such jobs among {enqueued(conn)}")
     return found
 
 
