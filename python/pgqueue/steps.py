@@ -5,6 +5,7 @@ any language, or in SQL, can go on with the same job.
 """
 
 import hashlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -88,7 +89,7 @@ class Steps:
         self.terms: str | None = None  # on which the job is to be suspended, in JSON
         # A step to save with that, and its value.
         self.last: tuple[str, str] | None = None
-        self.unawaited = 0
+        self._to_await: set[Coroutine[Any, Any, Any]] = set()
         self._lease = job_id, token
         self._ask = ask
         self._known: dict[str, Any] | None = None
@@ -114,14 +115,15 @@ class Steps:
         return isinstance(error, Suspend)
 
     def to_await(self, running: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """Count what an async handler has yet to await; check() fails it if anything is left."""
-        self.unawaited += 1
+        """Remember what an async handler has yet to await, or to close by cancelling its task."""
 
         async def later() -> T:
-            self.unawaited -= 1
+            self._to_await.remove(it)
             return await running
 
-        return later()
+        it = later()
+        self._to_await.add(it)
+        return it
 
     def check(self) -> None:
         """Raise RuntimeError if the handler has returned, but should have been ended."""
@@ -130,16 +132,14 @@ class Steps:
                 "the handler caught pgqueue.Suspend, which ends it until what it waits for"
                 " has happened: let a bare except, or an except BaseException, raise it again"
             )
-        if self.unawaited:
+        if "CORO_CREATED" in map(inspect.getcoroutinestate, self._to_await):
             raise RuntimeError("the handler did not await what its job returned")
 
     async def end(self) -> None:
         """Suspend the job, and save what goes with that: both, or neither."""
-        params = (*self._lease, self.terms)
-        if self.last is None:
-            await self._ask(SUSPEND, *params)
-        else:
-            await self._ask(SAVE_AND_SUSPEND, *params, *self._lease, *self.last)
+        saves = () if self.last is None else (*self._lease, *self.last)
+        query = SAVE_AND_SUSPEND if saves else SUSPEND
+        await self._ask(query, *self._lease, self.terms, *saves)
 
     async def step(self, name: str, run: Callable[[], Any], function: Any) -> Any:
         read = result_reader(function)

@@ -386,6 +386,12 @@ def test_an_async_handler_that_forgets_to_await_fails(db, workers) -> None:
     assert error.startswith("RuntimeError: the handler did not await what its job")
 
 
+def test_an_async_handler_may_cancel_what_it_has_yet_to_await(db, workers) -> None:
+    id = pgqueue.enqueue(db, QUEUE, {}, kind="cancels", max_attempts=1)
+    burst(workers)
+    assert one(db, "select result from pgqueue.run where job_id = %s", id) == "done"
+
+
 def test_a_job_that_is_run_now_waits_on_for_jobs_that_have_not_ended(
     db, workers
 ) -> None:

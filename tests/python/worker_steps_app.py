@@ -247,6 +247,15 @@ async def forgets(job: pgqueue.Job) -> str:
     return "done"
 
 
+@app.job("cancels")
+async def cancels(job: pgqueue.Job) -> str:
+    """Cancel a task before it has begun."""
+    task = asyncio.create_task(job.sleep("a while", 3600))
+    task.cancel()
+    await asyncio.wait([task])
+    return "done"
+
+
 @app.job("forgiving")
 def forgiving(job: pgqueue.Job) -> str:
     with contextlib.suppress(Exception):
