@@ -118,9 +118,11 @@ async def _is_left(conn: Any) -> bool:
     if not conn.lock.locked():
         return bool(conn.pgconn.pipeline_status)
     if isinstance(conn, psycopg.AsyncConnection):  # a task may be closing it
+        # Not asyncio.timeout(): that of Python 3.11.2 takes an earlier cancellation for its own end.
         with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSING), conn.lock:
-                return False
+            await asyncio.wait_for(conn.lock.acquire(), CLOSING)
+            conn.lock.release()
+            return False
     # A call that waits, in another thread or task, will end.
     return getattr(conn, "waits_since", math.inf) == math.inf
 

@@ -187,6 +187,14 @@ def test_a_wrecked_session_harms_no_other_job(db, workers, kind, how) -> None:
         assert sorted(column(db, "select job_id from effect")) == sorted(completed)
 
 
+def test_a_handler_that_is_cancelled_within_a_stream_holds_no_slot(db, workers) -> None:
+    db.execute(NO_RETRY)
+    pgqueue.enqueue(db, QUEUE, kind="streams", priority=1)
+    pgqueue.enqueue(db, QUEUE, kind="amark")
+    workers.start("--concurrency", "1")
+    wait_until(lambda: outcomes(db) == {"completed": 1, "retry": 1}, 10)
+
+
 def test_a_connection_kept_by_a_handler_cannot_write_in_a_later_transaction(
     db, workers
 ) -> None:

@@ -351,6 +351,13 @@ async def cleans_up(job: pgqueue.Job, seconds: float) -> None:
         note("cleaned", job.id)
 
 
+@app.job("streams", timeout=0.3, transaction=True)
+async def streams(job: pgqueue.Job) -> None:
+    rows = job.connection.cursor().stream("select generate_series(1, 1000)")
+    async for _ in rows:
+        await asyncio.sleep(60)
+
+
 @app.job("groups")
 async def groups(job: pgqueue.Job) -> None:
     async with asyncio.timeout(5), asyncio.TaskGroup() as group:
