@@ -339,6 +339,7 @@ declare
     picks tid[] := pgqueue._lock_held(job_ids, tokens);
     results jsonb[];
     problems text[];
+    asked record;
     said pgqueue._suspension;
     terms pgqueue._suspension[];
     given record;
@@ -351,22 +352,26 @@ begin
     )) as r;
     if 'suspend' = any (outcomes) then
         terms := array_fill(null::pgqueue._suspension, array[cardinality(outcomes)]);
-        for place in 1 .. cardinality(outcomes) loop
-            continue when outcomes[place] <> 'suspend';
+        -- Not by their subscripts, which may begin anywhere.
+        for asked in
+            select u.*
+            from unnest(job_ids, outcomes, texts, delays) with ordinality as u (id, outcome, terms, delay, place)
+            where u.outcome = 'suspend'
+        loop
             begin
                 said := jsonb_populate_record(
-                    row(null, moment + delays[place], null, null)::pgqueue._suspension, texts[place]::jsonb
+                    row(null, moment + asked.delay, null, null)::pgqueue._suspension, asked.terms::jsonb
                 );
-                terms[place] := said;
-                problems[place] := coalesce(
-                    (pgqueue._check_suspension(job_ids[place], said.event, said.run_at, said.after, said.step))[1],
+                terms[asked.place] := said;
+                problems[asked.place] := coalesce(
+                    (pgqueue._check_suspension(asked.id, said.event, said.run_at, said.after, said.step))[1],
                     -- Without this, one whose time limit has the wrong name waits for ever.
-                    case when texts[place]::jsonb - '{event,run_at,after,step}'::text[] <> '{}'
+                    case when asked.terms::jsonb - '{event,run_at,after,step}'::text[] <> '{}'
                         then 'the terms of a suspension are event, run_at, after and step'
                     end
                 );
             exception when data_exception or feature_not_supported or program_limit_exceeded then
-                problems[place] := 'it cannot be suspended on these terms: ' || sqlerrm;
+                problems[asked.place] := 'it cannot be suspended on these terms: ' || sqlerrm;
             end;
         end loop;
     end if;

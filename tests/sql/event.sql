@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(125);
+select plan(126);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -293,6 +293,17 @@ select is(pg_temp.finished('{"event": "paid"}'), 'suspended, ready', 'and knows 
 select pg_temp.end_one('f');
 select pgqueue.enqueue('p') as a \gset
 select is(pg_temp.finished(format('{"after": [%s]}', :a)), 'suspended, blocked', 'or until other jobs have ended');
+select pgqueue.enqueue_many('from 0', '{1,2}');
+select array_agg(c.id order by c.id) as ids, min(c.token) as token from pgqueue.claim('from 0', 'w', 2) as c \gset
+select * from pgqueue.finish(
+    ('[0:1]=' || :'ids')::bigint[], array_fill(:token::bigint, array[2], array[0]),
+    '[0:1]={release,suspend}', '[0:1]={why,"{\"event\": \"e\"}"}'
+);
+select results_eq(
+    $$ select j.state, j.event, j.last_error from pgqueue.jobs as j where j.queue = 'from 0' order by j.id $$,
+    $$ values ('ready', null::text, 'why'), ('blocked', 'e', null) $$,
+    'each goes by its own terms, wherever the subscripts of the arrays begin'
+);
 select is(pg_temp.finished(t.text), 'retry, scheduled, ' || t.error, 'bad terms fail the attempt: ' || coalesce(t.text, 'null'))
 from (
     values
