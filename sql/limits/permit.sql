@@ -50,11 +50,18 @@ begin
                 limit coalesce(enough, wanted[c.nth])
             ) as o
         ) as made
+        -- There are gaps if the cap was raised while maintain dropped the permits.
         cross join lateral generate_series(
-            made.last_place + 1, least(c.most, made.last_place + wanted[c.nth])
+            case when made.permits < made.last_place then 1 else made.last_place + 1 end,
+            least(c.most, made.last_place + wanted[c.nth])
         ) as p (place)
         -- Otherwise the count stopped early, and the last place may be higher.
-        where made.permits < coalesce(enough, wanted[c.nth])
+        where made.permits < coalesce(enough, wanted[c.nth]) and (made.permits >= made.last_place or not exists (
+            select
+            from pgqueue.permit as o
+            where pgqueue._is_permit_of(o, _make_permits.queue, c.kind, c.group_key)
+                and o.is_rate = c.is_rate and o.place = p.place
+        ))
         returning permit.group_key
     )
     select array_agg(distinct m.group_key) into lacking from made as m;
@@ -684,7 +691,7 @@ begin
             select p.ctid from pgqueue.permit as p where pgqueue._is_permit_of(p, idle.queue, idle.kind, idle.group_key)
             for update skip locked
         );
-        -- All permits of each or none: _make_permits relies on places without gaps.
+        -- All permits of each or none, since a cap with gaps lacks permits until a claim finds it full.
         delete from pgqueue.permit as p
         where p.ctid = any (locked) and (
             select bool_and(o.ctid = any (locked) and (o.taken_at > clock_timestamp() - interval '1 day') is not true)

@@ -274,6 +274,13 @@ select results_eq(
 select pg_temp.fill('idle', 'k', 5);
 select is(pg_temp.claimed('idle', 5), 'k4', 'the next enqueue creates them again');
 select pgqueue.configure(null, reset => true);
+select pgqueue.configure('gaps', max_running => 4);
+delete from pgqueue.permit where queue = 'gaps' and place < 4;
+select pg_temp.fill('gaps', 'k', 5);
+select is(
+    array[pg_temp.claimed('gaps', 5), pg_temp.claimed('gaps', 5), pg_temp.claimed('gaps', 5), pg_temp.claimed('gaps', 5)],
+    array['k1', '', 'k3', ''], 'what was dropped while others were created is created again'
+);
 
 -- why
 select pg_temp.fill('why', 'a', 2);
