@@ -588,7 +588,8 @@ end;
 $$;
 
 -- The permits of a cap: whether each is held, until when at the latest (the end of the lease or of the
--- period), whether it may be taken, and which job holds it.
+-- period), whether it may be taken, and which job holds it. A running job of _in_doubt holds its permit, but is_held is
+-- false: its end does not return the permit, so a claim has to find out.
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
     returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
     language plpgsql
@@ -606,7 +607,7 @@ begin
             p.place, p.is_surplus,
             case when cap.is_rate then p.free_at > _permits.moment
                 -- A retry that is due may take the permit that it has kept.
-                else j.token is not null or coalesce(j.run_at > _permits.moment, false)
+                else coalesce(j.token = p.token or j.token is null and j.run_at > _permits.moment, false)
             end as is_held,
             case when cap.is_rate then p.free_at else coalesce(j.lease_expires_at, j.run_at) end as free_at,
             j.id as holder
@@ -614,7 +615,12 @@ begin
         left join lateral (
             select j.id, j.token, j.lease_expires_at, j.run_at
             from pgqueue.job as j
-            where j.id = p.job_id and pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+            where j.id = p.job_id and (
+                pgqueue._holds(j.token, j.permits, p.token, p.group_key) or p.token = -1 and j.token is not null and not exists (
+                    select from pgqueue.permit as o
+                    where pgqueue._is_permit_of(o, p.queue, p.kind, p.group_key) and o.job_id = j.id and o.token = j.token
+                )
+            )
             offset 0
         ) as j on true
         where pgqueue._is_permit_of(p, _permits.queue, cap.kind, cap.group_key)

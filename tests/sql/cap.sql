@@ -283,6 +283,21 @@ select is(
 );
 
 -- why
+select pg_temp.fill('doubt', 'a', 3);
+select pgqueue.configure('doubt', max_running => 2);
+select is(pg_temp.claimed('doubt', 3), 'a2', 'two jobs run');
+-- As if the claim of one of them had not committed yet when the cap was set.
+update pgqueue.job set permits = null where id = (select min(id) from pgqueue.job where queue = 'doubt');
+update pgqueue.permit set token = -1 where job_id = (select min(id) from pgqueue.job where queue = 'doubt');
+select is(pg_temp.claimed('doubt', 3), '', 'both count');
+select is(
+    (select pgqueue.why(max(id)) from pgqueue.job where queue = 'doubt'), 'its queue runs as many jobs as it may, 2',
+    'why counts them as well'
+);
+select is(
+    pgqueue.rest(array['doubt'], park => false), interval '100 ms',
+    'and rest does not rely on the end of the one that has no permit'
+);
 select pg_temp.fill('why', 'a', 2);
 select pgqueue.configure('why', max_running => 1);
 select is(pg_temp.claimed('why', 1), 'a1', 'one of two jobs runs');
