@@ -52,8 +52,9 @@ $$;
 -- The first jobs of each lane, and how each counts: ten, or of each longer lane an equal part of share; if most of the
 -- first ten are running, also an equal part of more; and one, by which is_cut says that the lane goes on, and is_busy
 -- that more of its jobs may be running. Two index descents for each lane, because there may be thousands.
--- In a lane of groups that are served in turn, leased jobs are not in front, but at the front of their groups. So those
--- among the first ten of up to 1000 groups (each at each of its priorities) are added, and more if most of the ten are.
+-- In a lane of groups that are served in turn, leased jobs are not in front, but at the front of their groups. So of up
+-- to 1000 groups (each at each of its priorities) those among the first ten are added, if the first three have any, and
+-- more if all three are.
 create or replace function pgqueue._fronts(share int, more int, moment timestamptz, has_full boolean)
     returns table (
         queue text, id bigint, run_at timestamptz, worker text, state "char", is_cut boolean, is_busy boolean
@@ -125,7 +126,7 @@ as $$
                 where j.group_key is not null
                     and (hashtextextended(j.group_key, hashtext(j.queue)), -j.priority) > (t.hash, t.below)
                 order by hashtextextended(j.group_key, hashtext(j.queue)), -j.priority, j.run_at, j.id
-                limit 10
+                limit 3
             ) as f
             group by f.hash, f.below
             order by f.hash, f.below
@@ -137,8 +138,8 @@ as $$
     union all
     select j.queue, j.id, j.run_at, j.worker, (case when j.lease_expires_at > moment then 'l' else 'e' end)::"char", false, false
     from (
-        select t.hash, t.below, case when t.leased > 5
-            then greatest(_fronts.more / count(*) filter (where t.leased > 5) over (), 10) else 10
+        select t.hash, t.below, case when t.leased = 3
+            then greatest(_fronts.more / count(*) filter (where t.leased = 3) over (), 10) else 10
         end as most
         from team as t
         where t.leased > 0
