@@ -360,8 +360,10 @@ begin
             or (select pgqueue._is_blocked(j) from pgqueue.job as j where j.id = h.waiter_id) is not true
     ));
     get diagnostics cut = row_count;
-    -- Those that a cancelled job had to others, too.
-    perform pgqueue._drop_ties(cancelled);
+    if cancelled <> '{}' then
+        -- Those that they had to other jobs, too.
+        perform pgqueue._drop_ties(cancelled);
+    end if;
     -- Another session has locked most of these: look for others.
     if cardinality(ties) = most and cut < most / 2 and not is_choosy then
         return cut + pgqueue._cut_ties(ended, most, true);
