@@ -295,17 +295,17 @@ end;
 $$;
 
 -- If the group of a job has a limit, what holds up the group's first job, which it must not overtake; null for
--- nothing. A retry that has kept its permit overtakes all.
+-- nothing. One of a higher priority is only waited for under a limit of 1. A retry that has kept its permit overtakes
+-- all.
 create or replace function pgqueue._why_behind(job pgqueue.job, moment timestamptz)
     returns text
     language plpgsql
 as $$
 declare
+    most int := (pgqueue._in_force(job.queue, '', job.group_key)).group_limit;
     head pgqueue.job;
 begin
-    if job.group_key is null or job.permits is not null
-        or (pgqueue._in_force(job.queue, '', job.group_key)).group_limit is null
-    then
+    if job.group_key is null or job.permits is not null or most is null then
         return null;
     end if;
     select f.* into head
@@ -314,6 +314,7 @@ begin
         from pgqueue.job as j
         where pgqueue._is_in_group(j, job.queue, job.group_key)
             and (-j.priority, j.run_at, j.id) < (-job.priority, job.run_at, job.id) and j.run_at <= moment
+            and (most = 1 or j.priority = job.priority)
         order by -j.priority, j.run_at, j.id
         limit 10000
     ) as f

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(62);
+select plan(63);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -282,9 +282,11 @@ select is(
 select alike(pg_temp.why(:first), 'ready: next in its queue%', 'the first one waits for no other');
 select pgqueue.reprioritize(:first, -1), pgqueue.reprioritize(:second, 3);
 select pgqueue.pause('order', kind => 'two');
+select alike(pg_temp.why(:first), 'ready: %', 'under a limit of 2 no job waits for one of a higher priority');
+select pgqueue.configure('order', group_limit => 1);
 select is(
     pg_temp.why(:first), format('its group g waits for job %s, which comes first: its kind is paused', :second),
-    'why names it also if it has a higher priority'
+    'under a limit of 1 it does'
 );
 select pgqueue.enqueue('order', kind => 'two', group_key => 'g', priority => 5, run_at => clock_timestamp() + '1 hour');
 select alike(pg_temp.why(:first), format('%% waits for job %s, %%', :second), 'but not one that is not due');
