@@ -116,12 +116,21 @@ begin
         select
             j.id, c.nth as cap,
             row_number() over (
-                partition by c.nth order by pgqueue._aged(j.priority, j.run_at, moment, age_after) desc, j.run_at, j.id
+                partition by c.nth
+                order by pgqueue._aged(j.priority, j.waits_since, moment, age_after) desc, j.waits_since, j.place, j.id
             ) as nth
-        from pgqueue.job as j
+        from (
+            select
+                j.id, j.kind, j.priority, case when o.is_ordered then max(j.run_at) over turn else j.run_at end as waits_since,
+                case when o.is_ordered then row_number() over turn end as place
+            from pgqueue.job as j
+            cross join lateral (select j.id = any (limited) as is_ordered) as o
+            where j.ctid = any (picks)
+            -- In a group with a limit a job waits only since the last of those before it was due.
+            window turn as (partition by j.group_key order by j.priority desc, j.run_at, j.id)
+        ) as j
         join unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
             on c.kind in ('', j.kind) and wanted[c.nth] > 0
-        where j.ctid = any (picks)
     ), has as (
         select l.cap, l.tid, row_number() over (partition by l.cap) as nth
         from unnest(locked.caps_of, locked.permits) as l (cap, tid)

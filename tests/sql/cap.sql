@@ -78,6 +78,12 @@ select pgqueue.configure('old', max_running => 1, age_after => '1 minute');
 select pgqueue.enqueue('old', kind => 'low', run_at => now() - interval '10 minutes');
 select pgqueue.enqueue('old', kind => 'high', priority => 5);
 select is(pg_temp.claimed('old', 5), 'low1', 'of the jobs that a cap leaves room for, the one that has aged most is taken');
+select pgqueue.configure('old group', group_limit => 5, age_after => '1 minute');
+select pgqueue.configure('old group', kind => 'k', max_running => 1);
+select pgqueue.enqueue('old group', '"low"', 'k', group_key => 'g', priority => -1, run_at => now() - interval '10 minutes');
+select pgqueue.enqueue('old group', '"high"', 'k', group_key => 'g');
+select is(pg_temp.claimed('old group', 5), 'kg1', 'also of those of a group with a limit one is taken');
+select is((select j.payload from pgqueue.job as j where j.queue = 'old group' and j.token is not null), '"high"', 'the first one');
 
 -- of a kind
 select pgqueue.configure('k', kind => 'a', max_running => 2);
