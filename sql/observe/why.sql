@@ -194,27 +194,6 @@ begin
 end;
 $$;
 
--- Whether other groups have due jobs of the same priority.
-create or replace function pgqueue._is_in_turn(job pgqueue.job, moment timestamptz)
-    returns boolean
-    language plpgsql
-    set enable_sort = off
-as $$
-begin
-    return exists (
-        select
-        from (
-            select t.group_key, t.is_blocked
-            from pgqueue.ticket as t
-            where pgqueue._is_ticket_in(t, job.queue, job.priority) and t.at <= moment
-            order by t.at
-            limit 1000
-        ) as t
-        where t.group_key is distinct from job.group_key and not t.is_blocked
-    );
-end;
-$$;
-
 -- Which kinds of which queues live sessions have said that they serve; null kinds: all. A standby does not know
 -- which sessions are alive.
 create or replace function pgqueue._served()
@@ -417,7 +396,16 @@ begin
                             case when a.jobs = 1 then 'job' else 'jobs' end
                         )
                     end || case
-                        when not pgqueue._is_in_turn(job, moment) then ''
+                        when not exists (
+                            select
+                            from (
+                                select t.group_key, t.is_blocked
+                                from pgqueue.ticket as t
+                                where pgqueue._is_ticket_in(t, job.queue, job.priority) and t.at <= moment
+                                limit 1000
+                            ) as t
+                            where t.group_key is distinct from job.group_key and not t.is_blocked
+                        ) then ''
                         when job.group_key is null then ', in turn with groups'
                         else ', in turn with other groups'
                     end || coalesce('; ' || pgqueue._why_unclaimed(job, moment), '')

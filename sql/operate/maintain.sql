@@ -354,22 +354,17 @@ end;
 $$;
 
 comment on function pgqueue.maintain() is
-'Does all periodic work: recovers expired leases and cancels jobs that may not
-begin any more, at most 1000 in all (done: jobs; above 16 MB of jobs, not in
-the 20 seconds after another call did); fires at most 100 schedules that are
-due (done: jobs); looks again at jobs and batches that may not have to wait any
-more, 1000 of each (done: looks); looks for groups that have jobs to run but no
-ticket, among the next 1000 (done: groups); drops the permits of groups and
-queues that have had no job for a day (done: permits), and tickets of groups
-that have no job, on 16 pages of them (done: tickets); deletes at most 100,000
-unique_for windows that have ended (done: windows), and at most 10,000 dead jobs
-that have been kept for keep_dead (done: jobs) and batches that finished 14 days
-ago (done: batches), and 100,000 events older than keep_events (done: events);
-adds up for metrics what has happened, at most twice a minute; forgets the ids
-of jobs that were cancelled, purged or discarded 14 days ago; empties the tables
-of run whose days are over (done: tables). Call it every minute or so, from a
-worker, cron or psql, as a statement of its own: in a transaction that may
-continue it deletes old runs instead, at most 100,000 (done: runs), which locks
-nobody out but leaves work to VACUUM; none where a publication has these
-tables. Any number may run at once.
+'Does all periodic work, a bounded part of it in each call: recovers expired
+leases and cancels jobs past their expires_at, 1000 in all (above 16 MB of jobs,
+not in the 20 seconds after another call did); fires 100 schedules; looks again
+at 1000 jobs, batches and groups that may no longer have to wait; drops permits
+and tickets that nobody needs; deletes 100,000 unique_for windows that have
+ended, 10,000 dead jobs kept for keep_dead, 10,000 batches that finished 14 days
+ago, and 100,000 events older than keep_events; counts for metrics; and empties
+the tables of run whose days are over. done is the number of jobs, looks,
+groups, permits, tickets, windows, batches, events or tables. Call it every
+minute or so, from a worker, cron or psql, as a statement of its own: in a
+transaction that may continue it deletes 100,000 old runs instead, which locks
+nobody out but leaves work to VACUUM; none where a publication has these tables.
+Any number may run at once.
 Raises 25001 outside READ COMMITTED.';
