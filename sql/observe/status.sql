@@ -217,35 +217,6 @@ read. Null if there was none, while the job waits or runs, and if it is dead,
 cancelled or gone: ask status.
 Raises PQ001 (nothing is known about it).';
 
--- The outcomes and results of some jobs, in the order of their ids. Relies on the planner settings of results_of.
-create or replace function pgqueue._results(job_ids bigint[], own text[])
-    returns table (id bigint, kind text, outcome text, result jsonb)
-    language plpgsql
-as $$
-begin
-    return query
-    with last as materialized (
-        select distinct on (r.job_id) r.job_id, r.queue, r.kind, r.result
-        from pgqueue.run as r
-        where r.job_id between job_ids[1] and job_ids[cardinality(job_ids)] and r.job_id = any (job_ids)
-            and r.outcome in ('completed', 'dead', 'cancelled')
-        -- As in _last_run.
-        order by r.job_id, r.outcome = 'dead', r.finished_at desc
-    )
-    select o.id, coalesce(l.kind, p.kind), o.outcome, case when o.outcome = 'completed' then l.result end
-    from pgqueue._outcomes_of(job_ids) as o
-    left join last as l on l.job_id = o.id
-    left join lateral (
-        select d.queue, d.kind from pgqueue.dead_job as d where d.id = o.id
-        union all
-        select j.queue, j.kind from pgqueue.job as j where j.id = o.id
-        limit 1
-    ) as p on true
-    where pgqueue._is_own(coalesce(l.queue, p.queue), own)
-    order by o.id;
-end;
-$$;
-
 create or replace function pgqueue.results_of(
     job_id bigint, token bigint, after_id bigint default null, max_rows int default 1000
 )
@@ -268,6 +239,7 @@ declare
     first bigint[];
     batch pgqueue.batch;
     of_batch bigint[] := '{}'::bigint[];
+    asked bigint[];
     last bigint;
     span bigint := 4 * most;
 begin
@@ -291,9 +263,7 @@ begin
         last := last + span;
         span := 4 * span;
     end loop;
-    return query
-    select r.*
-    from pgqueue._results(array(
+    asked := array(
         select u.id
         from (
             select unnest(first)
@@ -303,7 +273,27 @@ begin
         where u.id > coalesce(after_id, 0)
         order by u.id
         limit most
-    ), pgqueue._own_queues('worker', 'producer', 'operator')) as r;
+    );
+    return query
+    with ended as materialized (
+        select distinct on (r.job_id) r.job_id, r.queue, r.kind, r.result
+        from pgqueue.run as r
+        where r.job_id between asked[1] and asked[cardinality(asked)] and r.job_id = any (asked)
+            and r.outcome in ('completed', 'dead', 'cancelled')
+        -- As in _last_run.
+        order by r.job_id, r.outcome = 'dead', r.finished_at desc
+    )
+    select o.id, coalesce(l.kind, p.kind), o.outcome, case when o.outcome = 'completed' then l.result end
+    from pgqueue._outcomes_of(asked) as o
+    left join ended as l on l.job_id = o.id
+    left join lateral (
+        select d.queue, d.kind from pgqueue.dead_job as d where d.id = o.id
+        union all
+        select j.queue, j.kind from pgqueue.job as j where j.id = o.id
+        limit 1
+    ) as p on true
+    where pgqueue._is_own(coalesce(l.queue, p.queue), pgqueue._own_queues('worker', 'producer', 'operator'))
+    order by o.id;
 end;
 $$;
 
