@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable
@@ -21,6 +22,11 @@ KEYS = (str, int, float, bool, type(None))  # in JSON, as texts
 PLAIN = (str, int, float, bool, list, dict, type(None), object, Any)
 HAS_PYDANTIC = importlib.util.find_spec("pydantic_core") is not None  # 2 or later
 NULL = object()  # the payload null; None means no payload: the server stores {}
+LAZY: dict[str, Any] = {}
+if sys.version_info >= (3, 14):  # an annotation may name what is not there, or not yet
+    import annotationlib
+
+    LAZY["annotation_format"] = annotationlib.Format.FORWARDREF
 
 
 def to_json(value: Any, name: str) -> str | None:
@@ -90,7 +96,7 @@ class Arguments:
     def __init__(self, function: Callable[..., Any]) -> None:
         if inspect.isclass(function) or not hasattr(function, "__qualname__"):
             raise TypeError(f"a handler is a function; put {function!r} into one")
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, **LAZY)
         parameters = [p for p in signature.parameters.values() if p.name != "job"]
         self.takes_job = len(parameters) < len(signature.parameters)
         self._signature = signature.replace(parameters=parameters)
@@ -108,9 +114,8 @@ class Arguments:
         try:
             return self._reading
         except NameError as error:
-            where = self._function.__qualname__
-            text = f"{where}: {error}: is it imported for type checkers only?"
-            raise TypeError(text) from None
+            text = f"{error}: is it imported for type checkers only?"
+            raise TypeError(f"{self._function.__qualname__}: {text}") from None
 
     @functools.cached_property
     def _reading(self) -> tuple[bool, Read]:
@@ -171,10 +176,10 @@ def result_reader(function: Callable[..., Any]) -> Read:
 def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
     """Evaluate the annotations of some parameters, and no others."""
 
-    def annotated() -> None:
-        pass
+    def annotated() -> None: ...
 
-    given = getattr(function, "__annotations__", {})
+    lazily = {k.removeprefix("annotation_"): v for k, v in LAZY.items()}
+    given = inspect.get_annotations(function, **lazily)
     annotated.__annotations__ = {n: given[n] for n in names if n in given}
     known = typing.get_type_hints(
         annotated,

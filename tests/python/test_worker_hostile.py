@@ -481,3 +481,12 @@ def test_a_worker_works_where_arrays_have_no_null(db, request, way) -> None:
     later = "select round(extract(epoch from run_at - now()) / 3600) from pgqueue.jobs order by id"
     assert column(db, later)[1:] == [1, 2, 3]
     assert 12 <= column(db, later)[0] <= 24
+
+
+def test_what_only_type_checkers_import_may_annotate_the_job_and_the_result() -> None:
+    """From Python 3.14 on without quotes, since annotations are evaluated when asked for."""
+    app, lazily = pgqueue.App(), sys.version_info >= (3, 14)
+    given = {"app": app, "__builtins__": __builtins__}
+    job, result = ("Job", "Thing") if lazily else ("'Job'", "'Thing'")
+    exec(f"@app.job('k')\ndef k(job: {job}, n: int) -> {result}: ...", given)
+    assert list(app.tasks) == ["k"]
