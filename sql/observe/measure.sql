@@ -112,11 +112,11 @@ as $$
         cross join lateral pgqueue._counts_as(
             j.queue, j.group_key, j.priority, j.run_at, j.lease_expires_at, (j.terms).expires_at, moment, has_full
         ) as c
-    ), team as (
+    ), groups as (
         select -9223372036854775808 as hash, -1000 as below, 0::bigint as leased, 0 as nth
         union all
-        select n.hash, n.below, n.leased, t.nth + 1
-        from team as t
+        select n.hash, n.below, n.leased, g.nth + 1
+        from groups as g
         cross join lateral (
             select f.hash, f.below, count(f.lease_expires_at) as leased
             from (
@@ -124,7 +124,7 @@ as $$
                     hashtextextended(j.group_key, hashtext(j.queue)) as hash, -j.priority as below, j.lease_expires_at
                 from pgqueue.job as j
                 where j.group_key is not null
-                    and (hashtextextended(j.group_key, hashtext(j.queue)), -j.priority) > (t.hash, t.below)
+                    and (hashtextextended(j.group_key, hashtext(j.queue)), -j.priority) > (g.hash, g.below)
                 order by hashtextextended(j.group_key, hashtext(j.queue)), -j.priority, j.run_at, j.id
                 limit 3
             ) as f
@@ -132,24 +132,24 @@ as $$
             order by f.hash, f.below
             limit 1
         ) as n
-        where t.nth < 1000
+        where g.nth < 1000
     )
     select w.* from walked as w
     union all
     select j.queue, j.id, j.run_at, j.worker, (case when j.lease_expires_at > moment then 'l' else 'e' end)::"char", false, false
     from (
-        select t.hash, t.below, case when t.leased = 3
-            then greatest(_fronts.more / count(*) filter (where t.leased = 3) over (), 10) else 10
+        select g.hash, g.below, case when g.leased = 3
+            then greatest(_fronts.more / count(*) filter (where g.leased = 3) over (), 10) else 10
         end as most
-        from team as t
-        where t.leased > 0
-    ) as t
+        from groups as g
+        where g.leased > 0
+    ) as g
     cross join lateral (
         select j.*
         from pgqueue.job as j
-        where j.group_key is not null and hashtextextended(j.group_key, hashtext(j.queue)) = t.hash and -j.priority = t.below
+        where j.group_key is not null and hashtextextended(j.group_key, hashtext(j.queue)) = g.hash and -j.priority = g.below
         order by j.run_at, j.id
-        limit t.most
+        limit g.most
     ) as j
     where j.lease_expires_at is not null and j.id not in (select w.id from walked as w)
 $$;

@@ -354,17 +354,17 @@ end;
 $$;
 
 comment on function pgqueue.maintain() is
-'Does all periodic work, a bounded part of it in each call: recovers expired
-leases and cancels jobs past their expires_at, 1000 in all (above 16 MB of jobs,
-not in the 20 seconds after another call did); fires 100 schedules; looks again
-at 1000 jobs, batches and groups that may no longer have to wait; drops permits
-and tickets that nobody needs; deletes 100,000 unique_for windows that have
-ended, 10,000 dead jobs kept for keep_dead, 10,000 batches that finished 14 days
-ago, and 100,000 events older than keep_events; counts for metrics; and empties
-the tables of run whose days are over. done is the number of jobs, looks,
-groups, permits, tickets, windows, batches, events or tables. Call it every
-minute or so, from a worker, cron or psql, as a statement of its own: in a
-transaction that may continue it deletes 100,000 old runs instead, which locks
-nobody out but leaves work to VACUUM; none where a publication has these tables.
-Any number may run at once.
+'Does all periodic work, at most this much in each call: recovers expired leases
+and cancels jobs past their expires_at, 1000 in all (above 16 MB of jobs, not in
+the 20 seconds after another call did); fires 100 schedules; looks again at 1000
+jobs, batches and groups that may no longer have to wait; drops permits and
+tickets that nobody needs; deletes 100,000 unique_for windows that have ended,
+10,000 dead jobs kept for keep_dead, 10,000 batches that finished 14 days ago,
+and 100,000 events older than keep_events; forgets the ids of jobs that were
+removed 14 days ago; counts for metrics; and empties the tables of run whose
+days are over. done is the number of jobs, looks, groups, permits, tickets,
+windows, batches, events or tables. Call it every minute or so, from a worker,
+cron or psql, as a statement of its own: in a transaction that may continue it
+deletes 100,000 old runs instead, which locks nobody out but leaves work to
+VACUUM; none where a publication has these tables. Any number may run at once.
 Raises 25001 outside READ COMMITTED.';
