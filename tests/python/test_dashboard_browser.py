@@ -75,6 +75,7 @@ def hostile(db: psycopg.Connection) -> None:
         db.execute("select pgqueue.create_batch(%s)", (text,))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_script_of_others_runs_and_a_phone_scrolls_only_down(
     site, db, look, scheme

@@ -117,7 +117,7 @@ class Pair:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    with Cluster() as primary, Cluster() as standby:
+    with Cluster(fast=True) as primary, Cluster(fast=True) as standby:
         if not (primary.bindir / "repmgr").exists():
             pytest.skip("repmgr is not installed (Debian: postgresql-NN-repmgr)")
         with psycopg.connect(where(primary), autocommit=True) as conn:

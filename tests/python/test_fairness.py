@@ -167,7 +167,7 @@ def bound(weights: dict[str, int], size: int, sessions: int) -> dict[str, float]
     }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_a_large_backlog_takes_no_more_than_its_share(db, connect, size, sessions):
@@ -181,7 +181,7 @@ def test_a_large_backlog_takes_no_more_than_its_share(db, connect, size, session
     assert all(count(served)[group] == 80 for group in SMALL)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_a_newcomer_has_its_share_from_its_first_round_on(db, connect, size, sessions):
@@ -202,7 +202,7 @@ def test_a_newcomer_has_its_share_from_its_first_round_on(db, connect, size, ses
     check_shares(served, weights, waiting, size, sessions)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_shares_are_by_weight(db, connect, size, sessions):
@@ -303,7 +303,7 @@ def test_shares_are_by_weight_where_workers_of_two_kinds_claim_at_once(
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("why", ["paused", "at its cap", "beyond its rate"])
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
@@ -337,7 +337,7 @@ def test_shares_are_by_weight_where_a_kind_may_not_begin(
 # What comes back, and what comes due
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])
 def test_retries_count_in_the_share_of_their_group(db, connect, size, sessions):
@@ -356,7 +356,7 @@ def test_retries_count_in_the_share_of_their_group(db, connect, size, sessions):
     check_shares(served, weights, attempts, size, sessions)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", ["scheduled jobs", "retries"])
 @pytest.mark.parametrize("sessions", [1, 4])
 @pytest.mark.parametrize("size", [1, 10, 50])

@@ -17,7 +17,7 @@ from conftest import LONG, database
 from test_errors import raised
 
 SEED = int(os.environ.get("PGQUEUE_SEED") or (random.randrange(1 << 30) if LONG else 1))
-CALLS = int(os.environ.get("PGQUEUE_TEST_CALLS", 50_000 if LONG else 2_000))
+CALLS = int(os.environ.get("PGQUEUE_TEST_CALLS", 50_000 if LONG else 1_000))
 EACH = 500  # calls in one database
 # These take all the same arguments, or none, and look at everything.
 SLOW = {"health", "metrics", "maintain", "version"}

@@ -666,7 +666,7 @@ def test_groups_are_served_as_the_model_says(db, lost_hints):
     run_state_machine_as_test(
         lambda: Groups(db, lost_hints > 0),
         settings=settings(
-            max_examples=(50 if lost_hints else 200) // (1 if LONG else 3),
+            max_examples=(50 if lost_hints else 200) // (1 if LONG else 6),
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

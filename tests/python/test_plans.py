@@ -1108,7 +1108,7 @@ def drain(db: psycopg.Connection) -> None:
         db.execute(f"vacuum (analyze, truncate off) pgqueue.{table}")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("setting", "statistics"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pgqueue
 import pytest
-from conftest import column, one
+from conftest import column, one, some
 from pgqueue.worker import Worker, protocol
 from worker_app import BAD, UNSTORABLE
 from worker_harness import QUEUE, RESTING, is_empty, outcomes, wait_until
@@ -360,7 +360,7 @@ def test_a_signal_to_supervisor_and_children_lets_running_jobs_finish(
 def test_a_supervisor_ends_at_a_signal_while_it_starts_its_children(
     db, workers
 ) -> None:
-    for delay in (0.1, 0.15, 0.2, 0.3):
+    for delay in some((0.1, 0.15, 0.2, 0.3), 2, "delays"):
         parent = workers.start("--processes", "8")
         time.sleep(delay)
         parent.send_signal(signal.SIGTERM)
