@@ -2,9 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Concatenate, Literal, TypeVar, overload
+from dataclasses import replace
+from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
 
 from pgqueue.job import Job, Seconds, to_timedelta
 from pgqueue.payload import Arguments
@@ -19,6 +18,15 @@ from pgqueue.policy import (
 from pgqueue.task import P, R, Task, TaskOptions
 
 H = TypeVar("H", bound=Callable[..., Any])
+
+
+class Register(Protocol):
+    """The decorator that App.job returns."""
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[Job, P], R]) -> Task[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
 
 
 class App:
@@ -103,7 +111,7 @@ class App:
         timezone: str = "UTC",
         catch_up: Literal["skip", "one", "all"] = "one",
         jitter: Seconds | None = None,
-    ) -> "Register":
+    ) -> Register:
         """Make the decorated function, `def` or `async def`, the handler of a kind.
 
         A parameter named `job` gets the Job; the others get the payload's keys. A single
@@ -161,30 +169,16 @@ class App:
                 "catch_up": catch_up,
                 "jitter": None if jitter is None else to_timedelta(jitter),
             }
-        make = partial(
-            Task[Any, Any], kind, policy=policy, options=options, schedule=schedule
-        )
-        return Register(self, make)
 
+        def register(function: Any) -> Task[Any, Any]:
+            if isinstance(function, Task):  # the handler of another kind, too
+                function = function.function
+            is_async = inspect.iscoroutinefunction(function)
+            own = Arguments(function), policy, options, is_async, schedule
+            task = Task[Any, Any](kind, function, *own)
+            if schedule is not None:
+                task.arguments.payload((), {})
+            self.add(task)
+            return task
 
-@dataclass
-class Register:
-    """The decorator that App.job returns."""
-
-    app: App
-    make: Callable[..., Task[Any, Any]]
-
-    @overload
-    def __call__(self, function: Callable[Concatenate[Job, P], R]) -> Task[P, R]: ...
-    @overload
-    def __call__(self, function: Callable[P, R]) -> Task[P, R]: ...
-    def __call__(self, function: Callable[..., Any]) -> Task[Any, Any]:
-        if isinstance(function, Task):  # the handler of another kind, too
-            function = function.function
-        is_async = inspect.iscoroutinefunction(function)
-        arguments = Arguments(function)
-        task = self.make(function=function, arguments=arguments, is_async=is_async)
-        if task.schedule is not None:
-            task.arguments.payload((), {})
-        self.app.add(task)
-        return task
+        return register
