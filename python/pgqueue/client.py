@@ -78,6 +78,7 @@ CASTS = {
     "group_keys": TEXTS,
 }
 NAMES = ("kind", "unique_key", "group_key")
+MOMENTS = ("run_at", "expires_at")
 DELAY = "pg_catalog.now() operator(pg_catalog.+) %s"
 
 
@@ -99,9 +100,9 @@ def enqueue(
     function refuses: 22023 (bad argument), 22P05 (a NUL character), 54000 (payload too large),
     23505 (duplicate, with on_duplicate="error").
     """
-    text = to_json(payload, "payload")
-    query, params = _statement(f"pgqueue.enqueue(%s, {JSON}", options, Options)
-    return call(conn, f"select {query}", (queue, text, *params), _id)
+    given = queue, to_json(payload, "payload")
+    start = f"select pgqueue.enqueue(%s, {JSON}"
+    return call(conn, *_statement(start, given, options, Options), _id)
 
 
 @on_any_connection
@@ -116,10 +117,9 @@ def enqueue_many(
     """
     named = ((p, f"payloads[{i}]") for i, p in enumerate(payloads))
     texts = to_array(to_json(p, name) or "{}" for p, name in named)
-    query, params = _statement(
-        f"pgqueue.enqueue_many(%s, {JSON}[]", options, ManyOptions
-    )
-    return call(conn, f"select * from {query}", (queue, texts, *params), _column)
+    start = f"select * from pgqueue.enqueue_many(%s, {JSON}[]"
+    statement = _statement(start, (queue, texts), options, ManyOptions)
+    return call(conn, *statement, lambda rows: [value for (value,) in rows])
 
 
 @on_any_connection
@@ -131,11 +131,9 @@ def create_batch(
     Its callback is enqueued into this queue, once, after close_batch, when all its
     jobs have ended. `payload` is a JSON object, to which their counts are added.
     """
-    text = to_json(payload, "payload")
-    query, params = _statement(
-        f"pgqueue.create_batch(%s, {JSON}", options, BatchOptions
-    )
-    return call(conn, f"select {query}", (queue, text, *params), _id)
+    given = queue, to_json(payload, "payload")
+    start = f"select pgqueue.create_batch(%s, {JSON}"
+    return call(conn, *_statement(start, given, options, BatchOptions), _id)
 
 
 @on_any_connection
@@ -155,14 +153,9 @@ def emit(conn: Any, event: str, payload: Any = None) -> bool:
     Returns whether this was the first call for the event; later ones change nothing. Jobs
     that wait for it go on when this commits. `conn` and `payload` are as for `enqueue`.
     """
+    given = event, to_json(payload, "payload")
     query = f"select pgqueue.emit(%s, {JSON})"
-    return call(
-        conn, query, (event, to_json(payload, "payload")), lambda rows: bool(rows[0][0])
-    )
-
-
-def _column(rows: list[tuple[Any, ...]]) -> list[Any]:
-    return [value for (value,) in rows]
+    return call(conn, query, given, lambda rows: bool(rows[0][0]))
 
 
 def _id(rows: list[tuple[Any, ...]]) -> int:
@@ -170,10 +163,10 @@ def _id(rows: list[tuple[Any, ...]]) -> int:
 
 
 def _statement(
-    start: str, options: Mapping[str, Any], known: Any
-) -> tuple[str, list[Any]]:
+    start: str, given: tuple[Any, ...], options: Mapping[str, Any], known: Any
+) -> tuple[str, tuple[Any, ...]]:
     """Name only the options that were given: Postgres then has less to parse."""
-    query, params = start, []
+    query, params = start, list(given)
     if sys.modules.get("opentelemetry.trace"):  # or there is no span
         from pgqueue import tracing
 
@@ -182,34 +175,42 @@ def _statement(
     for name, value in options.items():
         if name not in known.__annotations__:
             raise TypeError(f"unknown option {name!r}")
-        if value is None:
-            continue
+        if value is not None:
+            cast, value = _read(name, value)
+            query += f", {name} => {cast}"
+            params.append(value)
+    return query + ")", tuple(params)
+
+
+def _read(name: str, value: Any) -> tuple[str, Any]:
+    """Return how an option is written in the query, and what is sent for it."""
+    if name in MOMENTS:
+        if isinstance(value, timedelta):
+            return DELAY, value
+        if isinstance(value, int | float):
+            raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
         if isinstance(value, datetime) and value.tzinfo is None:
             raise ValueError(f"{name} must have a time zone")
-        if name in ("run_at", "expires_at") and isinstance(value, int | float):
-            raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
-        if name in NAMES and not isinstance(value, str):
+    elif name in NAMES:
+        if not isinstance(value, str):
             raise TypeError(f"{name} must be a str, not {value!r}")
-        if name == "unique_for" and isinstance(value, int | float):
+    elif name == "unique_for":
+        if isinstance(value, int | float):
             raise TypeError(f"unique_for must be a timedelta, not {value!r}")
-        if name == "after" and isinstance(value, int | str):
+    elif name == "headers":
+        value = to_json(value, name)
+    elif name == "after":
+        if isinstance(value, int | str):
             raise TypeError("after takes the ids of jobs; for a delay there is run_at")
-        if name.endswith("_keys"):
-            if isinstance(value, str):
-                raise TypeError(f"{name} takes a key for each payload, not {value!r}")
-            value = list(value)
-            if "" in value:
-                raise ValueError(f"a key is None or not empty: {name}")
-        is_delay = name in ("run_at", "expires_at") and isinstance(value, timedelta)
-        query += f", {name} => {DELAY if is_delay else CASTS.get(name, '%s')}"
-        if name == "headers":
-            value = to_json(value, name)
-        elif name == "after":
-            value = to_array(str(int(id)) for id in value)
-        elif name.endswith("_keys"):
-            value = to_array(value)
-        params.append(value)
-    return query + ")", params
+        value = to_array(str(int(id)) for id in value)
+    elif name.endswith("_keys"):
+        if isinstance(value, str):
+            raise TypeError(f"{name} takes a key for each payload, not {value!r}")
+        keys = list(value)
+        if "" in keys:
+            raise ValueError(f"a key is None or not empty: {name}")
+        value = to_array(keys)
+    return CASTS.get(name, "%s"), value
 
 
 def to_array(texts: Iterable[str | None]) -> str:

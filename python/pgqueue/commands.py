@@ -120,16 +120,15 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
                 did = install(conn, args.plain)
         say_json({"did": did}) if args.json else print(did)
     elif args.command == "metrics":
-        row = database.execute(conn, METRICS, {"by_queue": args.by_queue}).fetchone()
-        (text,) = row or ("",)
+        ((text,),) = database.execute(conn, METRICS, options)
         if args.json:
             say_json(samples(text))
         elif sys.stdout:  # None if it is closed
             sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the terminal has
     elif args.command == "status":
-        status(conn, args.json, args.of)
+        status(conn, args)
     elif args.command == "health":
-        return health(conn, args.all, args.json, args.of)
+        return health(conn, args)
     elif args.command == "top":
         top(conn, args.every, args.times)
     elif args.command == "dead":
@@ -144,36 +143,34 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     elif args.command == "redrive":
         redrive(conn, options)
     else:
-        for value in call(conn, args.command, options):
-            if options.get("json"):
-                say_json({"id": value})
-            elif value != "":  # of void
-                print(printable(str(value)))
+        call(conn, options)
     return 0
 
 
-def call(
-    conn: database.Connection, command: str, options: dict[str, Any]
-) -> tuple[Any, ...]:
+def call(conn: database.Connection, options: dict[str, Any]) -> None:
     """Call the SQL function of this name with what was given.
 
     A payload goes as it was written: Python would round the numbers in it.
     """
-    arguments = []
+    command, arguments = options["command"], []
     for argument in COMMANDS[command][0].removesuffix(" --json").split():
         name = argument.strip("-?").replace("-", "_")
         if options[name] is not None:
             is_option = argument.startswith("-")
             arguments.append(f"{name} => %({name})s" if is_option else f"%({name})s")
     query = f"select pgqueue.{command}({', '.join(arguments)})"
-    return database.execute(conn, query, options).fetchone() or ()
+    for (value,) in database.execute(conn, query, options):
+        if options.get("json"):
+            say_json({"id": value})
+        elif value != "":  # of void
+            print(printable(str(value)))
 
 
-def status(conn: database.Connection, as_json: bool, of: dict[str, str]) -> None:
+def status(conn: database.Connection, args: argparse.Namespace) -> None:
     queues = database.execute(conn, STATUS)
-    if as_json:
+    if args.json:
         running = database.execute(conn, RUNNING_JSON)
-        say_json(of | {"queues": rows(queues), "running": rows(running)})
+        say_json(args.of | {"queues": rows(queues), "running": rows(running)})
         return
     show(queues)
     progress = database.execute(conn, PROGRESS)
@@ -182,15 +179,13 @@ def status(conn: database.Connection, as_json: bool, of: dict[str, str]) -> None
         show(progress)
 
 
-def health(
-    conn: database.Connection, is_all: bool, as_json: bool, of: dict[str, str]
-) -> int:
+def health(conn: database.Connection, args: argparse.Namespace) -> int:
     """Print what is wrong, the worst first, each with its hint; return the exit code."""
     checks = rows(database.execute(conn, HEALTH))
     worst = max(STATUSES.index(check["status"]) for check in checks)
-    shown = [check for check in checks if is_all or check["status"] != "ok"]
-    if as_json:
-        say_json(of | {"status": STATUSES[worst], "checks": shown})
+    shown = [check for check in checks if args.all or check["status"] != "ok"]
+    if args.json:
+        say_json(args.of | {"status": STATUSES[worst], "checks": shown})
         return worst
     if not worst:
         print(f"ok: {len(checks)} checks have found nothing wrong")
@@ -203,14 +198,11 @@ def health(
 
 def samples(text: str) -> list[dict[str, Any]]:
     """Read the samples of metrics()."""
-    return [
-        {
-            "name": name,
-            "labels": {k: unescape(f'"{v}"') for k, v in LABEL.findall(labels)},
-            "value": float(value),
-        }
-        for name, labels, value in SAMPLE.findall(text)
-    ]
+    found = []
+    for name, labels, value in SAMPLE.findall(text):
+        read = {k: unescape(f'"{v}"') for k, v in LABEL.findall(labels)}
+        found.append({"name": name, "labels": read, "value": float(value)})
+    return found
 
 
 def redrive(conn: database.Connection, options: dict[str, Any]) -> None:

@@ -29,6 +29,10 @@ if sys.version_info >= (3, 14):  # an annotation may name what is not there, or 
     LAZY["annotation_format"] = annotationlib.Format.FORWARDREF
 
 
+class NotThere(TypeError):
+    """An annotation names what is not there at run time, or not yet."""
+
+
 def to_json(value: Any, name: str) -> str | None:
     """Encode a value as JSON; None stays None.
 
@@ -106,19 +110,11 @@ class Arguments:
                 raise TypeError(f"{where}: a payload has no name for {str(p)!r}")
         self._names = [p.name for p in parameters]
         self._function = function
-        with contextlib.suppress(NameError):  # of a class that may be defined later
-            self._reading  # noqa: B018
-
-    def prepare(self) -> tuple[bool, Read]:
-        """Raise TypeError if an annotation names what is not there at run time."""
-        try:
-            return self._reading
-        except NameError as error:
-            text = f"{error}: is it imported for type checkers only?"
-            raise TypeError(f"{self._function.__qualname__}: {text}") from None
+        with contextlib.suppress(NotThere):  # a class may be defined later
+            self.reading  # noqa: B018
 
     @functools.cached_property
-    def _reading(self) -> tuple[bool, Read]:
+    def reading(self) -> tuple[bool, Read]:
         """Whether there is a single parameter for the whole payload, and what reads it."""
         function, hints = self._function, _hints(self._function, self._names)
         is_model = len(self._names) == 1 and _is_model(hints.get(self._names[0]))
@@ -130,7 +126,7 @@ class Arguments:
 
     def payload(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make the payload of a call; raises TypeError for arguments that do not fit."""
-        is_model, _ = self.prepare()
+        is_model, _ = self.reading
         call = self._signature.bind(*args, **kwargs)
         if is_model:
             call.apply_defaults()
@@ -144,7 +140,7 @@ class Arguments:
 
     def read(self, payload: Any) -> dict[str, Any]:
         """Make the arguments of a payload; raises ValueError or TypeError for a bad one."""
-        is_model, reader = self.prepare()
+        is_model, reader = self.reading
         if is_model and reader:
             return {self._names[0]: reader(payload)}
         if self.takes_job and not self._names:
@@ -161,16 +157,12 @@ def result_reader(function: Callable[..., Any]) -> Read:
 
     Raises TypeError for an annotation that is not there at run time, or needs pydantic.
     """
-    try:
-        hints = _hints(function, ["return"])
-    except NameError as error:
-        raise TypeError(f"{function!r}: {error}: is it imported?") from None
+    hints = _hints(function, ["return"])
     if not hints:
         return None
-    hint = hints["return"]
     if HAS_PYDANTIC:
-        return _read_by_pydantic(hint)
-    return _read_plainly(function, hints, _is_model(hint))
+        return _read_by_pydantic(hints["return"])
+    return _read_plainly(function, hints, _is_model(hints["return"]))
 
 
 def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
@@ -181,11 +173,13 @@ def _hints(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
     lazily = {k.removeprefix("annotation_"): v for k, v in LAZY.items()}
     given = inspect.get_annotations(function, **lazily)
     annotated.__annotations__ = {n: given[n] for n in names if n in given}
-    known = typing.get_type_hints(
-        annotated,
-        getattr(inspect.unwrap(function), "__globals__", {}),
-        include_extras=HAS_PYDANTIC,
-    )
+    known_there = getattr(inspect.unwrap(function), "__globals__", {})
+    try:
+        known = typing.get_type_hints(annotated, known_there, None, HAS_PYDANTIC)
+    except NameError as error:
+        what = getattr(function, "__qualname__", repr(function))
+        text = f"{what}: {error}: is it imported for type checkers only?"
+        raise NotThere(text) from None
     return {name: hint for name, hint in known.items() if hint is not Any}
 
 

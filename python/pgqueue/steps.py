@@ -149,27 +149,20 @@ class Steps:
         return known[name] if read is None else read(known[name])
 
     async def sleep(self, name: str, seconds: timedelta) -> None:
-        terms, is_over = await self._until(name, name, seconds)
-        if not is_over:
-            self._suspend(**terms)
+        await self._until(name, name, seconds)
 
     async def wait_for(self, event: str, name: str, timeout: timedelta | None) -> Any:
         known, payload = self._known, None
         if known is None or name not in known:
             known, payload = await self._read(event)
         if name not in known:
-            found = payload and f'{{"payload": {payload}}}'
-            await self._save(name, found or await self._time_out(event, name, timeout))
+            if payload is None:
+                await self._until(name, f"{name}: until", timeout, event=event)
+            found = f'{{"payload": {payload}}}' if payload else '{"timed_out": true}'
+            await self._save(name, found)
         if "payload" not in known[name]:
             raise TimeoutError(f"{event!r} has not happened in time")
         return known[name]["payload"]
-
-    async def _time_out(self, event: str, name: str, timeout: timedelta | None) -> str:
-        """Say so if the time to wait for an event is up; else suspend the job."""
-        terms, is_over = await self._until(name, f"{name}: until", timeout)
-        if not is_over:
-            self._suspend(event=event, **terms)
-        return '{"timed_out": true}'
 
     async def wait_for_jobs(
         self, name: str, ids: Sequence[int], timeout: timedelta | None
@@ -177,18 +170,15 @@ class Steps:
         known = await self._load()
         ended = f"{name}: ended"
         if ended not in known:
-            wanted = set(ids)
-            found = {r.id: r for r in await self.results() if r.id in wanted}
-            values = None
+            ids, values = list(ids), None
+            found = {r.id: r for r in await self.results()}
+            rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
             is_new = name not in known
-            if ids and (is_new or any(r.outcome is None for r in found.values())):
-                terms, is_over = await self._until(name, f"{name}: until", timeout)
-                if is_new or not is_over:
-                    # Once it is saved, a job without a result is gone.
-                    last = (name, json.dumps(list(ids))) if is_new else None
-                    self._suspend(last, after=list(ids), **terms)
+            if ids and (is_new or any(r.outcome is None for r in rows)):
+                # Once it is saved, a job without a result is gone.
+                last = (name, json.dumps(ids)) if is_new else None
+                await self._until(name, f"{name}: until", timeout, last, after=ids)
             else:
-                rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
                 values = [[r.id, r.kind, r.outcome, r.result] for r in rows]
             await self._save(ended, to_json(values, name))
         if known[ended] is None:
@@ -207,11 +197,6 @@ class Steps:
             if len(rows) < PAGE:
                 return found
 
-    def _suspend(self, last: tuple[str, str] | None = None, /, **terms: Any) -> None:
-        if self.terms is None:  # else another task was quicker
-            self.terms, self.last = json.dumps(terms), last
-        raise Suspend
-
     async def _load(self) -> dict[str, Any]:
         return (await self._read())[0] if self._known is None else self._known
 
@@ -229,16 +214,24 @@ class Steps:
         (await self._load())[name] = json.loads(rows[0][0])
 
     async def _until(
-        self, name: str, until: str, timeout: timedelta | None
-    ) -> tuple[dict[str, str], bool]:
-        """Say when a wait ends, and whether it has: by its deadline or by run_now."""
-        if timeout is None:
-            return {}, False
-        over = derived(f"{name}: over")
-        known = await self._load()
-        rows = await self._ask(DEADLINE, *self._lease, until, timeout)
-        run_at, is_over = rows[0]
-        return {"run_at": run_at, "step": over}, is_over or over in known
+        self,
+        name: str,
+        until: str,
+        timeout: timedelta | None,
+        last: tuple[str, str] | None = None,
+        **terms: Any,
+    ) -> None:
+        """Return if a wait is over, by its deadline or by run_now; else suspend the job."""
+        is_over = False
+        if timeout is not None:
+            over, known = derived(f"{name}: over"), await self._load()
+            rows = await self._ask(DEADLINE, *self._lease, until, timeout)
+            ((terms["run_at"], is_due),) = rows
+            terms["step"], is_over = over, is_due or over in known
+        if last or not is_over:
+            if self.terms is None:  # else another task was quicker
+                self.terms, self.last = json.dumps(terms), last
+            raise Suspend
 
 
 def derived(name: str, most: int = 200) -> str:

@@ -84,7 +84,7 @@ class Terms:
         if self.only_known and not self.app.tasks:
             raise ValueError("only_known, but the app has no handler")
         for task in self.app.tasks.values():
-            task.arguments.prepare()
+            task.arguments.reading  # noqa: B018, it raises
         name = (self.name or socket.gethostname()).encode(errors="replace")[:150]
         name_and_pid = f"{name.decode(errors='ignore')}:{os.getpid()}"
         self.id = f"{name_and_pid}:{secrets.token_hex(4)}"
