@@ -19,13 +19,7 @@ import psycopg
 from pgqueue import database
 from pgqueue.commands import COMMANDS, run, say_notice
 from pgqueue.install import say_what_is_missing
-from pgqueue.terminal import (
-    explain,
-    refuse_other_than_utf8,
-    say,
-    seconds,
-    whole_number,
-)
+from pgqueue.terminal import explain, refuse_other_than_utf8, say, seconds, whole_number
 
 # Who may run a command; the others need an operator.
 ROLES = {

@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 
 from pgqueue import database
+from pgqueue.database import Connection
 from pgqueue.install import install, upgrade_beside_others
 from pgqueue.terminal import (
     printable,
@@ -109,7 +110,7 @@ STATUSES = ("ok", "warning", "critical")  # as exit codes
 unescape = json.JSONDecoder(strict=False).decode
 
 
-def run(conn: database.Connection, args: argparse.Namespace) -> int:
+def run(conn: Connection, args: argparse.Namespace) -> int:
     """Run the command and return the exit code."""
     options: dict[str, Any] = vars(args)
     if args.command in ("install", "upgrade"):
@@ -147,7 +148,7 @@ def run(conn: database.Connection, args: argparse.Namespace) -> int:
     return 0
 
 
-def call(conn: database.Connection, options: dict[str, Any]) -> None:
+def call(conn: Connection, options: dict[str, Any]) -> None:
     """Call the SQL function of this name with what was given.
 
     A payload goes as it was written: Python would round the numbers in it.
@@ -166,7 +167,7 @@ def call(conn: database.Connection, options: dict[str, Any]) -> None:
             print(printable(str(value)))
 
 
-def status(conn: database.Connection, args: argparse.Namespace) -> None:
+def status(conn: Connection, args: argparse.Namespace) -> None:
     queues = database.execute(conn, STATUS)
     if args.json:
         running = database.execute(conn, RUNNING_JSON)
@@ -179,7 +180,7 @@ def status(conn: database.Connection, args: argparse.Namespace) -> None:
         show(progress)
 
 
-def health(conn: database.Connection, args: argparse.Namespace) -> int:
+def health(conn: Connection, args: argparse.Namespace) -> int:
     """Print what is wrong, the worst first, each with its hint; return the exit code."""
     checks = rows(database.execute(conn, HEALTH))
     worst = max(STATUSES.index(check["status"]) for check in checks)
@@ -205,7 +206,7 @@ def samples(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
+def redrive(conn: Connection, options: dict[str, Any]) -> None:
     """Redrive dead jobs, and say so if the limit left some behind."""
     done = database.execute(conn, REDRIVE, options).fetchall()
     for (job_id,) in done:
@@ -220,7 +221,7 @@ def redrive(conn: database.Connection, options: dict[str, Any]) -> None:
         say(f"stopped at the --limit of {len(done)}; more match: call it again")
 
 
-def top(conn: database.Connection, every: float, times: int | None) -> None:
+def top(conn: Connection, every: float, times: int | None) -> None:
     """Show queues and running jobs, refreshed; on a terminal in place."""
     while times is None or times > 0:
         if sys.stdout.isatty():

@@ -123,19 +123,14 @@ def conninfo(
         if not said.startswith(("invalid connection option", "invalid URI query")):
             said = re.sub('".*"', '"…"', said.replace('"="', "="), flags=re.S)
         raise psycopg.ProgrammingError(said) from None
-    known = set(given) | {
-        ours for theirs, ours in ENVIRONMENT.items() if theirs in environ
-    }
     wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
-    hosts = (
-        given.get("host") or environ.get("PGHOST"),
-        given.get("hostaddr") or environ.get("PGHOSTADDR"),
-    )
-    if any("," in str(host) for host in hosts):
-        wanted["target_session_attrs"] = "read-write"
-    added = {k: v for k, v in wanted.items() if k not in known}
+    for option in "host", "hostaddr":
+        if "," in str(given.get(option) or environ.get(f"PG{option.upper()}")):
+            wanted["target_session_attrs"] = "read-write"
+    for variable in ENVIRONMENT.keys() & environ.keys():
+        wanted.pop(ENVIRONMENT[variable], None)
     # Others lack characters that a payload may have.
-    return make_conninfo(**{**given, **added, "client_encoding": "utf8"})
+    return make_conninfo(**{**wanted, **given, "client_encoding": "utf8"})
 
 
 def name(dsn: str) -> str:

@@ -23,9 +23,7 @@ class _AsyncSession(Protocol):
 class _AsyncEngineConnection(Protocol):
     """SQLAlchemy's AsyncConnection."""
 
-    def exec_driver_sql(
-        self, statement: str, parameters: Any = None
-    ) -> Coroutine[Any, Any, Any]: ...
+    def exec_driver_sql(self, statement: str) -> Coroutine[Any, Any, Any]: ...
 
 
 class _AsyncpgConnection(Protocol):

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from pgqueue.drivers import run_without_loop
-from pgqueue.steps import Steps, derived
+from pgqueue.steps import derived
 
 Seconds = float | timedelta
 
@@ -87,12 +87,7 @@ class Job:
     ) -> Coroutine[Any, Any, R]: ...
     @overload
     def step(
-        self,
-        name: str,
-        function: Callable[P, R],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
     ) -> R: ...
     def step(self, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function once, and save by pgqueue.save_step() what it returned.
@@ -105,7 +100,7 @@ class Job:
         Raises TypeError for an annotation that needs pydantic, and for a value that JSON
         cannot hold; LeaseLost; and what the function raises, which is not saved.
         """
-        steps = self._steps
+        steps = self._attempt.steps
         running = partial(function, *args, **kwargs)
         return self._end(steps.step(steps.name(name), running, function))
 
@@ -115,7 +110,7 @@ class Job:
         Until then, or until an operator calls run_now, the job is suspended by
         pgqueue.suspend(), and occupies no worker.
         """
-        steps, seconds = self._steps, to_timedelta(interval)
+        steps, seconds = self._attempt.steps, to_timedelta(interval)
         return self._end(steps.sleep(steps.name(name), seconds))
 
     def wait_for(self, event: str, timeout: Seconds | None = None) -> Any:
@@ -125,7 +120,7 @@ class Job:
         happened by then, counted from the first attempt that got here, or if an operator
         calls run_now. Later attempts return or raise the same.
         """
-        steps = self._steps
+        steps = self._attempt.steps
         seconds = None if timeout is None else to_timedelta(timeout)
         # With room for what will be added to it.
         name = steps.name(derived(f"wait for {event}", most=180))
@@ -137,7 +132,7 @@ class Job:
         Raises NotCompleted if one of them died or was cancelled, and, like wait_for,
         TimeoutError if they have not all ended within the timeout.
         """
-        steps = self._steps
+        steps = self._attempt.steps
         seconds = None if timeout is None else to_timedelta(timeout)
         name = steps.name("wait for jobs")
         return self._end(steps.wait_for_jobs(name, ids, seconds))
@@ -148,17 +143,12 @@ class Job:
 
         Calls pgqueue.results_of(). In the callback of a batch, it lists the jobs of the batch.
         """
-        return self._end(self._steps.results())
-
-    @property
-    def _steps(self) -> Steps:
-        steps: Steps = self._attempt.steps
-        return steps
+        return self._end(self._attempt.steps.results())
 
     def _end(self, running: Coroutine[Any, Any, Any]) -> Any:
         """Run it to the end, or return it to be awaited if the handler is async."""
         if self._attempt.task.is_async:
-            return self._steps.to_await(running)
+            return self._attempt.steps.to_await(running)
         return run_without_loop(running)
 
 

@@ -50,10 +50,8 @@ def not_stored(error: BaseException) -> str | None:
 
 def _storable_json(result: Any) -> str:
     text = to_json(result, "result") or ""
-    if len(text) > LARGEST_RESULT:
-        raise ValueError(
-            f"the result has {len(text)} of at most {LARGEST_RESULT} bytes"
-        )
+    if (size := len(text)) > LARGEST_RESULT:
+        raise ValueError(f"the result has {size} of at most {LARGEST_RESULT} bytes")
     if "\\u0000" in text and NUL.search(text):
         raise ValueError("the result has a NUL character")
     if "\\ud" in text:
@@ -125,10 +123,8 @@ def _is_final(error: BaseException, attempt: Attempt) -> bool:
     errors = [one for one in errors_in(error) if not isinstance(one, Retry)]
     if not errors:
         return False
-    if any(
-        isinstance(one, Reject) or isinstance(one, policy.give_up_on)
-        for one in (error, *errors)
-    ):
+    final = Reject, policy.give_up_on
+    if any(isinstance(one, final) for one in (error, *errors)):
         return True
     if isinstance(error, policy.retry_for):
         return False

@@ -44,18 +44,11 @@ def run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
 async def run_async(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler in this task, which runs nothing else, and judge it."""
     try:
-        span = None
-        if _may_be_traced(attempt):
-            from pgqueue import tracing
-
-            span = tracing.start_span(attempt)
-        if span is None:
+        if not _may_be_traced(attempt):
             return await _run(attempt, middleware)
-        with tracing.current(span):
-            outcome = await _run(attempt, middleware)
-            is_given_up = attempt.outcome is not RELEASED  # and what it returns dropped
-            tracing.conclude(span, *_told(attempt.outcome if is_given_up else outcome))
-        return outcome
+        from pgqueue import tracing
+
+        return await tracing.traced(attempt, partial(_run, attempt, middleware), _told)
     except BaseException as error:  # raised by a sampler or a processor of spans
         return judge(attempt, error)
 
@@ -66,15 +59,16 @@ def _may_be_traced(attempt: Attempt) -> bool:
     return is_here or "traceparent" in (attempt.headers or "")
 
 
-def _told(outcome: Outcome) -> tuple[str, str | None]:
+def _told(attempt: Attempt, outcome: Outcome) -> tuple[str, str | None]:
     """Name an outcome as pgqueue.finish() does, or `lost`, and the error if there is one."""
+    if attempt.outcome is not RELEASED:  # given up, and what it returns is dropped
+        outcome = attempt.outcome
     if outcome is LOST:
         return "lost", LeaseLost.__name__
-    if outcome is SUSPENDED:
-        return "suspend", None
-    if outcome.name in ("fail", "reject"):
-        return outcome.name, outcome.text
-    return "complete" if outcome.name == "none" else outcome.name, None
+    has_failed = outcome.name in ("fail", "reject")
+    known = "suspend" if outcome is SUSPENDED else "complete"
+    name = known if outcome.name == "none" else outcome.name
+    return name, outcome.text if has_failed else None
 
 
 async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:

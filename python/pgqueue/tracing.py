@@ -6,9 +6,8 @@ if it is not installed. Names follow its messaging conventions.
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 try:
     from opentelemetry import trace
@@ -21,6 +20,9 @@ try:
     W3C = TraceContextTextMapPropagator()
 except ImportError:
     tracer = None  # type: ignore[assignment]
+
+
+R = TypeVar("R")
 
 
 class Claimed(Protocol):
@@ -79,9 +81,19 @@ def start_span(attempt: Claimed) -> "trace.Span | None":
     return None if span is trace.INVALID_SPAN else span
 
 
-def current(span: "trace.Span") -> AbstractContextManager[Any]:
-    """Make a span current, and end it afterwards."""
-    return trace.use_span(span, end_on_exit=True)
+async def traced(
+    attempt: Claimed,
+    run: Callable[[], Awaitable[R]],
+    told: Callable[[Any, R], tuple[str, str | None]],
+) -> R:
+    """Run an attempt in its span, if it gets one, in which `told` says how it ended."""
+    span = start_span(attempt)
+    if span is None:
+        return await run()
+    with trace.use_span(span, end_on_exit=True):
+        outcome = await run()
+        conclude(span, *told(attempt, outcome))
+    return outcome
 
 
 def conclude(span: "trace.Span", outcome: str, error: str | None) -> None:

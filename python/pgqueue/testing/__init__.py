@@ -20,6 +20,7 @@ import psycopg
 from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import Attempt
+from pgqueue.database import Connection
 from pgqueue.drivers import is_in_transaction, lent
 from pgqueue.testing.attempts import Ran, run_inline
 from pgqueue.worker.protocol import claim
@@ -194,7 +195,7 @@ def drain(
     return ran
 
 
-def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
+def _claim(conn: Connection, which: dict[str, Any]) -> Attempt | None:
     """Claim the next job as a worker would, and no other: from a queue of its own."""
     aside = f"pgqueue.testing {secrets.token_hex(8)}"
     if not conn.execute(NEXT, which).fetchone():
@@ -219,7 +220,7 @@ def _claim(conn: database.Connection, which: dict[str, Any]) -> Attempt | None:
 
 
 @fixture
-def pgqueue_conn() -> Iterator[database.Connection]:
+def pgqueue_conn() -> Iterator[Connection]:
     """A connection to PGQUEUE_TEST_DSN; after the test its transaction is rolled back.
 
     In it `conn.transaction()` is a savepoint, and `conn.commit()` raises

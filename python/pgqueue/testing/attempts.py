@@ -14,9 +14,9 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from pgqueue import database
 from pgqueue.app import App
 from pgqueue.attempt import Attempt, Outcome
+from pgqueue.database import Connection
 from pgqueue.drivers import call, either, is_in_transaction, lent, settled
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry
@@ -36,7 +36,7 @@ class Ran:
 
 
 def run_inline(
-    owner: Any, conn: database.Connection, app: App, attempt: Attempt, raises: bool
+    owner: Any, conn: Connection, app: App, attempt: Attempt, raises: bool
 ) -> Ran:
     attempt.started = time.monotonic()
     with _undo_if_broken(owner, conn):
@@ -59,7 +59,7 @@ def run_inline(
 
 
 @contextlib.contextmanager
-def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
+def _undo_if_broken(owner: Any, conn: Connection) -> Iterator[None]:
     """Undo what a handler did if it left the transaction broken."""
     if not is_in_transaction(conn):
         yield
@@ -74,7 +74,7 @@ def _undo_if_broken(owner: Any, conn: database.Connection) -> Iterator[None]:
     conn.execute("release savepoint pgqueue_attempt")
 
 
-def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
+def _attempt(conn: Connection, app: App, attempt: Attempt) -> Outcome:
     is_async = attempt.task.is_async
     turn: Any = asyncio.Lock() if is_async else threading.Lock()
     attempt.connect = lambda _: _savepoint(conn, is_async, turn)
@@ -85,9 +85,7 @@ def _attempt(conn: database.Connection, app: App, attempt: Attempt) -> Outcome:
 
 
 @contextlib.asynccontextmanager
-async def _savepoint(
-    conn: database.Connection, is_async: bool, turn: Any
-) -> AsyncIterator[Any]:
+async def _savepoint(conn: Connection, is_async: bool, turn: Any) -> AsyncIterator[Any]:
     """Lend the session to a handler, in a savepoint of its own, or to its steps in turn."""
     make = psycopg.AsyncConnection if is_async else psycopg.Connection
     async with either(turn):

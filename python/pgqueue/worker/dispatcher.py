@@ -12,6 +12,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.attempt import NO_TASK, Attempt, Outcome
+from pgqueue.database import Connection
 from pgqueue.worker import protocol
 from pgqueue.worker.connections import Connections
 from pgqueue.worker.deadline import Server
@@ -25,6 +26,8 @@ SAY_AGAIN = 240.0  # seconds; behind a pooler it is believed for ten minutes
 HANDOVER = 0.0002  # seconds for handlers' threads to start
 # Windows has no poll(), and its select() takes any socket.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
+Queues = dict[str, int | None]  # and how many of each may be claimed
+Kinds = list[str] | None  # None is all
 UNKNOWN_KIND = Outcome("release", "no handler for its kind", timedelta(minutes=1))
 
 
@@ -86,7 +89,7 @@ class Dispatcher(Service):
         is_wrong = self._terms.burst or database.is_refused(error)
         return self.is_ready or not is_wrong
 
-    def work(self, conn: database.Connection) -> None:
+    def work(self, conn: Connection) -> None:
         self._again = protocol.after_failover(conn)
         parks = self._start_listening(conn)
         self._has_news, self._looked, say_at = True, set(), 0.0
@@ -109,7 +112,7 @@ class Dispatcher(Service):
             if want > 0 and self.asked:
                 # When merely polling, only rest() looks: one scan of the queue is enough.
                 may_claim = self._has_news or self._is_due
-                if may_claim and self._claim(conn, queues, kinds, want) == want:
+                if may_claim and self._claim(conn, queues, kinds, want):
                     continue
                 self._rest(protocol.rest(conn, list(queues), kinds, parks))
                 self._turns.settle(self)
@@ -120,40 +123,33 @@ class Dispatcher(Service):
         with self._woken, self._waker:
             super().run()
 
-    def _kinds(self) -> list[str] | None:
-        """Return the kinds to claim; None is all."""
+    def _kinds(self) -> Kinds:
+        """Leave out those of async handlers if a blocked loop cannot run them."""
         tasks = self._terms.app.tasks
         if self._executor.loop.is_blocked:
             return [kind for kind, task in list(tasks.items()) if not task.is_async]
         return self._terms.kinds
 
-    def _claim(
-        self,
-        conn: database.Connection,
-        queues: dict[str, int | None],
-        kinds: list[str] | None,
-        want: int,
-    ) -> int:
+    def _claim(self, conn: Connection, queues: Queues, kinds: Kinds, want: int) -> bool:
+        """Claim and begin, and return whether there may be more."""
         terms, now = self._terms, time.monotonic()
-        weights = [self._terms.shares[name].weight for name in queues]
+        weights = [terms.shares[name].weight for name in queues]
         how = terms.lease, kinds, weights, list(queues.values()), self._again
         self._quiet_until, self._has_news = 0.0, False
         attempts = protocol.claim(conn, terms.id, list(queues), want, *how)
         if attempts:
             self.succeeded()
-        self._begin(conn, attempts, now)
-        if attempts and not self._turns.is_quick:
-            # A thread can start only when this one releases the interpreter.
-            time.sleep(HANDOVER)
-        if len(attempts) == want:
+            self._heartbeat.hold(attempts, now)
+            self._begin(conn, attempts)
+            if not self._turns.is_quick:
+                # A thread can start only when this one releases the interpreter.
+                time.sleep(HANDOVER)
+        if is_full := len(attempts) == want:
             self._has_news = True
-        return len(attempts)
+        return is_full
 
-    def _begin(
-        self, conn: database.Connection, attempts: list[Attempt], since: float
-    ) -> None:
-        """Run what was claimed at a moment of the monotonic clock; not if it is paused."""
-        self._heartbeat.hold(attempts, since)
+    def _begin(self, conn: Connection, attempts: list[Attempt]) -> None:
+        """Run what was claimed; not if it is paused."""
         self._turns.claimed(len(attempts))
         attempts, not_ahead = self._turns.sort(attempts)
         if not_ahead:
@@ -165,7 +161,8 @@ class Dispatcher(Service):
             attempt.source = self._server
             # Claimed during a pause, or too much at once: leave it to other workers.
             if self._turns.is_paused or not attempt.payload:
-                self._give_back(attempt)
+                self._turns.claimed(-1)
+                self._finisher.put(attempt)
             elif task := self._terms.app.find(attempt.kind):
                 attempt.prepare(task, self._terms.timeout)
                 attempt.connect = self.connections.connection
@@ -179,22 +176,16 @@ class Dispatcher(Service):
                 )
         self._executor.submit(a for a in attempts if a.task is not NO_TASK)
 
-    def _give_back_at_once(
-        self, conn: database.Connection, attempts: list[Attempt]
-    ) -> None:
+    def _give_back_at_once(self, conn: Connection, attempts: list[Attempt]) -> None:
         """Release last attempts before anything runs: if the worker were killed, they would be dead."""
+        self._turns.claimed(-len(attempts))
         try:
             protocol.finish(conn, attempts)
         except psycopg.Error:  # the finisher tries again, and says what is wrong
             for attempt in attempts:
-                self._give_back(attempt)
+                self._finisher.put(attempt)
         else:
-            self._turns.claimed(-len(attempts))
             self._heartbeat.held.difference_update(attempts)
-
-    def _give_back(self, attempt: Attempt) -> None:
-        self._turns.claimed(-1)
-        self._finisher.put(attempt)
 
     def _is_settled(self) -> bool:
         """Whether nothing was due at the last look, and there has been no news since."""
@@ -207,7 +198,7 @@ class Dispatcher(Service):
         pause = pause if seconds is None else min(pause, seconds)
         self._quiet_until = time.monotonic() + pause
 
-    def _sleep(self, conn: database.Connection, want: int) -> None:
+    def _sleep(self, conn: Connection, want: int) -> None:
         """Sleep until there is news or something to do, at most a second."""
         self.succeeded()  # also if it has just connected, and wants nothing
         if self._turns.is_quick:
@@ -228,7 +219,7 @@ class Dispatcher(Service):
                 while notify := conn.pgconn.notifies():
                     self._hear(notify.extra)
 
-    def _start_listening(self, conn: database.Connection) -> bool:
+    def _start_listening(self, conn: Connection) -> bool:
         """Listen, and return whether notifications arrive."""
         if self._terms.listen and conn.prepare_threshold is None:
             log.warning(

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import psycopg
 
-from pgqueue import database
 from pgqueue.attempt import LARGEST_RESULT, LOST, SUSPENDED, Attempt, Outcome
+from pgqueue.database import Connection
 from pgqueue.drivers import run_without_loop
 from pgqueue.judge import summary
 from pgqueue.policy import Retry
@@ -64,7 +65,7 @@ class Finisher(Service):
         has_left = bool(self._batch) or not self._ended.empty()
         return super().goes_on() or (has_left and not self._failures)
 
-    def work(self, conn: database.Connection) -> None:
+    def work(self, conn: Connection) -> None:
         """Report until it is over, or nothing has ended for a while."""
         used_at = time.monotonic()
         while self._batch or not (self.over.is_set() and self._ended.empty()):
@@ -95,7 +96,7 @@ class Finisher(Service):
                     size += len(attempt.outcome.text or "")
         self._turns.count(len(batch) - before)
 
-    def _report(self, conn: database.Connection, batch: list[Attempt]) -> None:
+    def _report(self, conn: Connection, batch: list[Attempt]) -> None:
         is_again, self._is_unsure = self._is_unsure, True
         statuses: dict[int, str] = {}
         to_finish = [a for a in batch if a.outcome.name != "none"]
@@ -108,9 +109,8 @@ class Finisher(Service):
             statuses |= found
         self._is_unsure = False
         if is_again:  # those that are lost now may have ended by the first report
-            statuses = {
-                i: "reported" if s == "lost" else s for i, s in statuses.items()
-            }
+            lost = [i for i, status in statuses.items() if status == "lost"]
+            statuses |= dict.fromkeys(lost, "reported")
         known = (a for a in batch if a.outcome in (LOST, SUSPENDED))
         statuses |= {a.id: a.outcome.status for a in known}
         ended = Counter(statuses.get(a.id, "completed") for a in batch)
@@ -160,22 +160,15 @@ def warn(attempt: Attempt, error: BaseException) -> None:
     log.warning("%s: its result is not stored: %s", attempt, reason)
 
 
-def fail(
-    conn: database.Connection, attempt: Attempt, error: psycopg.Error
-) -> dict[int, str]:
+def fail(conn: Connection, attempt: Attempt, error: psycopg.Error) -> dict[int, str]:
     """Fail an attempt whose own outcome is refused."""
-    name, text = attempt.outcome.name, attempt.outcome.text
-    is_failure = name in ("fail", "reject")
-    if (
-        is_failure
-        and text
-        and isinstance(error, psycopg.errors.UntranslatableCharacter)
-    ):
+    outcome = attempt.outcome
+    text = outcome.text if outcome.name in ("fail", "reject") else None
+    if text and isinstance(error, psycopg.errors.UntranslatableCharacter):
         # The database's encoding lacks a character of it, such as the ellipsis of a long line.
-        attempt.outcome.text = text.encode("ascii", "backslashreplace").decode()
+        outcome.text = text.encode("ascii", "backslashreplace").decode()
     else:
-        text = f"{name} was refused: {str(error).strip()}"
-        attempt.outcome = Outcome(
-            "reject" if name == "reject" else "fail", text, error=error
-        )
+        text = f"{outcome.name} was refused: {str(error).strip()}"
+        name: Any = "reject" if outcome.name == "reject" else "fail"
+        attempt.outcome = Outcome(name, text, error=error)
     return protocol.finish(conn, [attempt])

@@ -13,11 +13,11 @@ from functools import partial
 
 import psycopg
 
-from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import LeaseLost
+from pgqueue.database import Connection
 from pgqueue.worker import protocol
-from pgqueue.worker.deadline import NEVER, Server
+from pgqueue.worker.deadline import Server
 from pgqueue.worker.seldom import SELDOM, log, one_line
 from pgqueue.worker.service import KEEP, Service
 
@@ -87,7 +87,7 @@ class Heartbeat(Service):
         self._woken.wait(min(seconds, max(0.1, self._server.lease / 10)))
         self._woken.clear()
 
-    def work(self, conn: database.Connection) -> None:
+    def work(self, conn: Connection) -> None:
         """Extend until it is over, or nothing was held for a while."""
         used_at = time.monotonic()
         extend_at = time.monotonic()  # after an outage it is overdue
@@ -111,13 +111,10 @@ class Heartbeat(Service):
             if self._told and now >= tell_at:
                 tell_at = now + PROGRESS
                 self._tell_all(conn)
-            until = min(
-                extend_at,
-                look_at if self._is_alarmed else NEVER,
-                tell_at if self._told else NEVER,
-            )
-            if self._woken.wait(max(0.0, until - time.monotonic())):
-                self._woken.clear()
+            until = min(extend_at, look_at if self._is_alarmed else extend_at)
+            until = min(until, tell_at if self._told else until)
+            self._woken.wait(max(0.0, until - time.monotonic()))
+            self._woken.clear()
 
     def _warn_if_late(self, late: float) -> None:
         if late > self._server.lease / 3:
@@ -128,7 +125,7 @@ class Heartbeat(Service):
                 extra=SELDOM,
             )
 
-    def _extend_all(self, conn: database.Connection, looks: bool) -> None:
+    def _extend_all(self, conn: Connection, looks: bool) -> None:
         now = time.monotonic()
         by_lease: defaultdict[float, list[Attempt]] = defaultdict(list)
         for attempt in list(self.held):
@@ -141,9 +138,7 @@ class Heartbeat(Service):
                     self._extend(conn, attempts[start : start + 1000], lease)
         self.succeeded()
 
-    def _extend(
-        self, conn: database.Connection, attempts: list[Attempt], lease: float
-    ) -> None:
+    def _extend(self, conn: Connection, attempts: list[Attempt], lease: float) -> None:
         now = time.monotonic()
         statuses = protocol.extend(conn, attempts, lease)
         for attempt, status in zip(attempts, statuses, strict=True):
@@ -155,7 +150,7 @@ class Heartbeat(Service):
             elif attempt in self.held:  # and has not just been completed
                 attempt.expires = LOST
 
-    def _tell_all(self, conn: database.Connection) -> None:
+    def _tell_all(self, conn: Connection) -> None:
         told: list[Attempt] = []
         with suppress(KeyError):
             while True:

@@ -9,6 +9,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.app import App
+from pgqueue.database import Connection
 from pgqueue.terminal import ALLOWS
 from pgqueue.worker.deadline import Server
 from pgqueue.worker.seldom import log
@@ -39,7 +40,7 @@ class Maintenance(Service):
         pause = EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
         return not self.over.wait(pause)
 
-    def work(self, conn: database.Connection) -> None:
+    def work(self, conn: Connection) -> None:
         if not self._is_declared:
             try:
                 # A dispatcher may find handlers meanwhile.

@@ -41,16 +41,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     for option in options():
         add(parser, *option)
-    parser.add_argument(
-        "-v",
-        help="as --log-level debug",
-        dest="log_level",
-        action="store_const",
-        const="debug",
-    )
-    parser.add_argument(
-        "--check", help="test the database and exit", action="store_true"
-    )
+    debug: Any = {"dest": "log_level", "action": "store_const", "const": "debug"}
+    parser.add_argument("-v", help="as --log-level debug", **debug)
+    about = "test the database and exit"
+    parser.add_argument("--check", help=about, action="store_true")
     parser.add_argument("--version", action="version", version=version())
     return parser
 

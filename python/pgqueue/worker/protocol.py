@@ -10,6 +10,7 @@ from psycopg.rows import TupleRow
 from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import TEXTS, to_array
+from pgqueue.database import Connection
 from pgqueue.worker.seldom import log
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ AFTER_FAILOVER = "select pgqueue.after_failover()"
 
 
 def claim(
-    conn: database.Connection,
+    conn: Connection,
     worker: str,
     queues: Sequence[str],
     max_jobs: int,
@@ -97,21 +98,19 @@ def claim(
     return [Attempt(*row) for row in rows]
 
 
-def extend(
-    conn: database.Connection, attempts: Sequence[Attempt], lease: float
-) -> list[str]:
+def extend(conn: Connection, attempts: Sequence[Attempt], lease: float) -> list[str]:
     """Extend leases by pgqueue.extend(), and return the status of each."""
     rows = _call(conn, EXTEND, (*_held(attempts), lease))
     return [status for (status,) in rows]
 
 
-def progress(conn: database.Connection, attempts: Sequence[Attempt]) -> None:
+def progress(conn: Connection, attempts: Sequence[Attempt]) -> None:
     """Report by pgqueue.progress() what the handlers last reported."""
     columns = zip(*(a.progress for a in attempts if a.progress), strict=True)
     _call(conn, PROGRESS, (*_held(attempts), *map(to_array, columns)))
 
 
-def finish(conn: database.Connection, attempts: Sequence[Attempt]) -> dict[int, str]:
+def finish(conn: Connection, attempts: Sequence[Attempt]) -> dict[int, str]:
     """End attempts by pgqueue.finish(), and return statuses by the id of the job.
 
     Jobs that were to complete, and did, may be missing.
@@ -129,10 +128,7 @@ def finish(conn: database.Connection, attempts: Sequence[Attempt]) -> dict[int, 
 
 
 def rest(
-    conn: database.Connection,
-    queues: Sequence[str],
-    kinds: Sequence[str] | None,
-    park: bool,
+    conn: Connection, queues: Sequence[str], kinds: Sequence[str] | None, park: bool
 ) -> float | None:
     """Ask pgqueue.rest() for how many seconds nothing is due; None: until notified."""
     ((seconds,),) = _call(
@@ -141,7 +137,7 @@ def rest(
     return None if seconds is None else float(seconds)
 
 
-def after_failover(conn: database.Connection) -> bool:
+def after_failover(conn: Connection) -> bool:
     """Skip tokens that a lost primary may have handed out, before this connection claims.
 
     Returns whether to do so again before each claim: a pooler may have gone to another server.
@@ -172,7 +168,7 @@ def one_by_one(
 
 
 def _call(
-    conn: database.Connection, query: str, params: Sequence[Any], again: bool = False
+    conn: Connection, query: str, params: Sequence[Any], again: bool = False
 ) -> list[TupleRow]:
     with database.transaction(conn):
         if again:

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 import psycopg
 
 from pgqueue import database
+from pgqueue.database import Connection
 from pgqueue.drivers import run_without_loop
 from pgqueue.worker.deadline import Server, Watched, lack_of_files
 
@@ -37,7 +38,7 @@ class Service(ABC):
         )
 
     @abstractmethod
-    def work(self, conn: database.Connection) -> None:
+    def work(self, conn: Connection) -> None:
         """Do its work until `over`; raises psycopg.Error when the connection breaks."""
 
     def wake(self) -> None:  # noqa: B027, not all of them sleep

@@ -124,9 +124,8 @@ class Supervisor:
                 child.socket.send(b".")
             # It may hear nothing yet or, if it hangs, no more.
             if count > 2 or LISTENS not in child.hear():
-                child.process.send_signal(
-                    signal.SIGTERM if count == 1 else signal.SIGKILL
-                )
+                how = signal.SIGTERM if count == 1 else signal.SIGKILL
+                child.process.send_signal(how)
 
     def _ended(self, child: Child, exit_code: int) -> None:
         """Restart a child, unless it was to end or would fail again."""
