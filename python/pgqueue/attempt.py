@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from pgqueue.app import App
 from pgqueue.job import Job
-from pgqueue.payload import storable
 from pgqueue.task import Task
 
 LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
@@ -83,15 +82,6 @@ class Attempt:
         """Note its handler, and the timeout: this one, unless the handler has its own."""
         self.task, seconds = task, task.policy.timeout or timeout
         self.timeout = None if seconds == math.inf else seconds
-
-    def extend(self) -> bool:
-        return self.source is None or bool(self.source.heartbeat.extend(self))
-
-    def tell(self, done: Any, total: Any = None, message: str | None = None) -> None:
-        told = str(done), total, None if message is None else str(message)[:1000]
-        self.progress = tuple(None if t is None else storable(str(t)) for t in told)
-        if self.source is not None:
-            self.source.heartbeat.tell(self)
 
     def is_late(self, patience: float = 0.0) -> bool:
         if self.timeout is None:

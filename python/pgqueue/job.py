@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, overload
 
 from pgqueue.drivers import run_without_loop
+from pgqueue.payload import storable
 from pgqueue.steps import derived
 
 Seconds = float | timedelta
@@ -48,7 +49,8 @@ class Job:
         The worker does so automatically every third of the lease. This call blocks for a round
         trip (async: `await asyncio.to_thread(job.extend)`) and may raise psycopg.Error.
         """
-        return bool(self._attempt.extend())
+        source = self._attempt.source
+        return source is None or bool(source.heartbeat.extend(self._attempt))
 
     def progress(
         self,
@@ -61,7 +63,11 @@ class Job:
         It costs next to nothing: the worker sends the latest about once a second, in a thread
         of its own. Numbers that Postgres refuses only show up in the log.
         """
-        self._attempt.tell(done, total, message)
+        attempt = self._attempt
+        told = str(done), total, None if message is None else str(message)[:1000]
+        attempt.progress = tuple(None if t is None else storable(str(t)) for t in told)
+        if attempt.source is not None:
+            attempt.source.heartbeat.tell(attempt)
 
     @property
     def connection(self) -> Any:
