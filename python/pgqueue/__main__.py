@@ -19,7 +19,7 @@ import psycopg
 from pgqueue import database
 from pgqueue.commands import COMMANDS, run, say_notice
 from pgqueue.install import say_what_is_missing
-from pgqueue.terminal import explain, refuse_other_than_utf8, say, seconds, whole_number
+from pgqueue.terminal import explain, refuse_non_utf8, say, seconds, whole_number
 
 # Who may run a command; the others need an operator.
 ROLES = {
@@ -36,6 +36,7 @@ integer = whole_number(-(2**31), 2**31 - 1)
 bigint = whole_number(-(2**63), 2**63 - 1)
 port = whole_number(1, 2**16 - 1)
 SWITCH = {"action": "store_true"}
+SEVERAL = {"action": "append", "default": []}
 # How an argument is read, if it is not just any text, and its help.
 ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "payload": ({}, 'JSON, such as \'{"to": "ada"}\''),
@@ -52,10 +53,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "--port": ({"type": port, "default": 7070}, "default: %(default)s"),
     "--allow-actions": (SWITCH, "allow actions; otherwise it is read-only"),
     "--no-secret": (SWITCH, "let in whoever reaches the port"),
-    "--allow-host": (
-        {"action": "append", "default": []},
-        "a name that a proxy passes on",
-    ),
+    "--allow-host": (SEVERAL, "a name that a proxy passes on"),
     "--wait": (
         {"type": seconds, "default": 60.0},
         "seconds to wait for busy groups, and for another move-groups",
@@ -130,7 +128,7 @@ def say_why(error: Exception, args: argparse.Namespace, failed: int) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
-    refuse_other_than_utf8(parser, argv)
+    refuse_non_utf8(parser, argv)
     args = parser.parse_args(argv)
     if getattr(args, "payload", None) is not None:
         try:

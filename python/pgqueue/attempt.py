@@ -74,10 +74,6 @@ class Attempt:
     outcome: Outcome = RELEASED
     steps: Any = None  # those of its job, if the handler takes the job
 
-    @property
-    def size(self) -> int:
-        return len(self.payload) + len(self.headers or "")
-
     def prepare(self, task: Task[Any, Any], timeout: float | None = None) -> None:
         """Note its handler, and the timeout: this one, unless the handler has its own."""
         self.task, seconds = task, task.policy.timeout or timeout

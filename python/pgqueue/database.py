@@ -86,10 +86,8 @@ def is_outage(error: psycopg.Error) -> bool:
 
 def several(dsn: str) -> list[str]:
     """Split a list: by semicolons or line ends, and before a URI by white space or commas, too."""
-    parts = re.split(
-        r"[;\s,]+(?=postgres(?:ql)?(?:\+\w+)?://)|[;\n]\s*(?=\w+\s*=|$)", dsn.strip()
-    )
-    return list(filter(None, (part.strip() for part in parts))) or [""]
+    between = r"[;\s,]+(?=postgres(?:ql)?(?:\+\w+)?://)|[;\n]\s*(?=\w+\s*=|$)"
+    return [part.strip() for part in re.split(between, dsn) if part.strip()] or [""]
 
 
 def conninfos(dsn: str | Sequence[str] | None, name: str = "pgqueue") -> list[str]:

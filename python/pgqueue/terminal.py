@@ -98,9 +98,7 @@ def version() -> str:
         return "not installed, run from its source"
 
 
-def refuse_other_than_utf8(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> None:
+def refuse_non_utf8(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     """Refuse bytes that Python reads as lone surrogates: Postgres would, too."""
     values = (v for name, v in os.environ.items() if name.startswith("PGQUEUE_"))
     for text in (*argv, *values):

@@ -30,12 +30,10 @@ from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, merge, parse
 from pgqueue.worker.supervisor import BOTH, CANNOT, DONE, READY, Link, Supervisor
 
-FUNCTIONS = (
-    "after_failover claim claim_from complete extend finish maintain rest".split()
-)
 DENIED = (
     "select p.proname from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace"
-    " and p.proname = any(%(functions)s) and not has_function_privilege(p.oid, 'execute')"
+    " and p.proname = any('{after_failover,claim,claim_from,complete,extend,finish,maintain,rest}')"
+    " and not has_function_privilege(p.oid, 'execute')"
 )
 TOGETHER = 1.0  # seconds within which the two count as one
 signals: list[int] = []  # that have arrived
@@ -200,7 +198,7 @@ def check(conninfo: str, where: str = "") -> int:
         with database.connect(conninfo) as conn:
             ((installed,),) = database.execute(conn, VERSION)
             told = advice(installed)
-            denied = database.execute(conn, DENIED, {"functions": FUNCTIONS}).fetchall()
+            denied = database.execute(conn, DENIED).fetchall()
             ((is_read_only,),) = database.execute(conn, "show transaction_read_only")
             is_pooled = run_without_loop(database.is_pooled(conn))
     except database.INCOMPATIBLE as error:

@@ -50,7 +50,6 @@ class Dispatcher(Service):
         self._has_news = True  # there may be something to claim
         self._quiet_until = 0.0
         self._is_due = False  # something may be, by then
-        self._may_claim = False
         self._looked: set[str] = set()  # in these queues for all kinds, the last time
         self._lacks_slots = False
         self._again = False  # after_failover() before each claim
@@ -75,7 +74,7 @@ class Dispatcher(Service):
 
     def is_hungry(self) -> bool:
         """Whether something may be due; from any thread."""
-        return self._may_claim and not self._is_settled()
+        return not self._is_settled()
 
     @property
     def is_drained(self) -> bool:
@@ -100,8 +99,7 @@ class Dispatcher(Service):
             self._lacks_slots = True  # before counting them, or one freed now is missed
             kinds, want = self._kinds(), 0
             are_all = kinds == self._terms.kinds
-            self._may_claim = kinds != [] and not self._turns.is_paused
-            if self._may_claim:
+            if kinds != [] and not self._turns.is_paused:
                 queues, want = self._turns.take(self)
                 # The claim of another database may have closed one, or a blocked loop left out kinds.
                 is_new = are_all and queues.keys() - self._looked
@@ -154,7 +152,8 @@ class Dispatcher(Service):
         attempts, not_ahead = self._turns.sort(attempts)
         if not_ahead:
             self._give_back_at_once(conn, not_ahead)
-        self._turns.weigh([a.size for a in attempts if a.payload])
+        sizes = [len(a.payload) + len(a.headers or "") for a in attempts if a.payload]
+        self._turns.weigh(sizes)
         if attempts and self._finisher.conn is None:
             self._finisher.wake()  # it will be needed
         for attempt in attempts:

@@ -57,11 +57,9 @@ def notify_systemd(state: str) -> None:
     """Tell systemd (Type=notify); with --processes it needs NotifyAccess=all."""
     if address := os.environ.get("NOTIFY_SOCKET"):
         address = "\0" + address[1:] if address.startswith("@") else address
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s,
-        ):
-            s.sendto(state.encode(), address)
+        with contextlib.suppress(OSError):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unix:
+                unix.sendto(state.encode(), address)
 
 
 def set_up_logging(level: str, form: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pgqueue import database
 from pgqueue.app import App
-from pgqueue.terminal import refuse_other_than_utf8, version, whole_number
+from pgqueue.terminal import refuse_non_utf8, version, whole_number
 from pgqueue.worker import Share
 
 LEVELS = ["debug", "info", "warning", "error", "critical"]
@@ -25,7 +25,7 @@ SWITCHES |= {"0": False, "false": False, "no": False, "off": False}
 def parse(argv: Sequence[str], needs_app: bool = True) -> argparse.Namespace:
     """Read the command line; what it leaves out comes from PGQUEUE_* variables."""
     parser = make_parser()
-    refuse_other_than_utf8(parser, argv)
+    refuse_non_utf8(parser, argv)
     args = parser.parse_args(argv)
     if args.queue == {}:
         parser.error("--queue names no queue")

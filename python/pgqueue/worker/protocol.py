@@ -5,7 +5,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import psycopg
-from psycopg.rows import TupleRow
 
 from pgqueue import database
 from pgqueue.attempt import Attempt
@@ -88,14 +87,13 @@ def claim(
     must then be within its limit. Jobs without a payload are too much at once, and have to be
     released. `again` is what after_failover() has returned.
     """
-    of_kinds = kinds and to_array(kinds)
-    if len(queues) == 1:
-        one = (MOST_BYTES, queues[0], worker, max_jobs, lease, of_kinds)
-        return [Attempt(*row) for row in _call(conn, CLAIM, one, again)]
-    params = (MOST_BYTES, to_array(queues), worker, max_jobs, lease, of_kinds)
-    most = limits and to_array(None if m is None else str(m) for m in limits)
-    rows = _call(conn, CLAIM_FROM, (*params, weights, most), again)
-    return [Attempt(*row) for row in rows]
+    query, how = CLAIM, (worker, max_jobs, lease, kinds and to_array(kinds))
+    params: tuple[Any, ...] = (MOST_BYTES, queues[0], *how)
+    if len(queues) > 1:
+        most = limits and to_array(None if m is None else str(m) for m in limits)
+        query = CLAIM_FROM
+        params = (MOST_BYTES, to_array(queues), *how, weights, most)
+    return [Attempt(*row) for row in _call(conn, query, params, again)]
 
 
 def extend(conn: Connection, attempts: Sequence[Attempt], lease: float) -> list[str]:
@@ -131,10 +129,10 @@ def rest(
     conn: Connection, queues: Sequence[str], kinds: Sequence[str] | None, park: bool
 ) -> float | None:
     """Ask pgqueue.rest() for how many seconds nothing is due; None: until notified."""
-    ((seconds,),) = _call(
-        conn, REST, (to_array(queues), kinds and to_array(kinds), park)
-    )
-    return None if seconds is None else float(seconds)
+    of_kinds = kinds and to_array(kinds)
+    seconds: float | None
+    ((seconds,),) = _call(conn, REST, (to_array(queues), of_kinds, park))
+    return seconds
 
 
 def after_failover(conn: Connection) -> bool:
@@ -167,9 +165,7 @@ def one_by_one(
     return [one for a in attempts for one in one_by_one(call, [a], refused)]
 
 
-def _call(
-    conn: Connection, query: str, params: Sequence[Any], again: bool = False
-) -> list[TupleRow]:
+def _call(conn: Connection, query: str, params: Any, again: bool = False) -> list[Any]:
     with database.transaction(conn):
         if again:
             after_failover(conn)

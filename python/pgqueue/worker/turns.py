@@ -64,7 +64,7 @@ class Turns:
             others = [m for m in self.members if m is not own and m.answers(HANG)]
             asked = sum(m.asked for m in others)
             queues = self._open_queues(asked)
-            want = self.want(load(own), asked)
+            want = self.want(len(own.held), asked)
             if self.has_limits and None not in queues.values():
                 want = min(want, sum(n or 0 for n in queues.values()))
             if hungry := [m for m in others if m.is_hungry()]:
@@ -149,10 +149,11 @@ class Turns:
 
     def _share(self, own: Member, hungry: list[Member], want: int) -> int:
         """Divide what there is evenly; what remains goes to those that waited longest."""
-        there_is = want + load(own) + sum(load(m) + m.asked for m in hungry)
+        held = len(own.held)
+        there_is = want + held + sum(len(m.held) + m.asked for m in hungry)
         share, rest = divmod(there_is, len(hungry) + 1)
         before = sum(m.served_at < own.served_at for m in hungry)
-        return share + (before < rest) - load(own)
+        return share + (before < rest) - held
 
     def _open_queues(self, asked: int) -> dict[str, int | None]:
         """Return the queues that are not at their limit, and what is left of it."""
@@ -164,7 +165,3 @@ class Turns:
             for name, share in self.terms.shares.items()
         }
         return {name: n for name, n in left.items() if n is None or n > 0}
-
-
-def load(member: Member) -> int:
-    return len(member.held)
