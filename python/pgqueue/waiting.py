@@ -128,10 +128,7 @@ async def _wait(
         while True:
             if listens:
                 ((pause,),) = await session.fetch(AWAIT, job_id)
-                has_ended = pause == 0
-            else:
-                has_ended = _as_status(await session.fetch(STATUS, job_id)).has_ended
-            if has_ended:
+            if not listens or pause == 0:
                 found = _as_status(await session.fetch(STATUS, job_id))
                 if found.has_ended:
                     return found
@@ -198,19 +195,15 @@ class _Session:
             left := began + (deaf if self._has_heard else seconds) - time.monotonic()
         ) > 0:
             async with either(self._conn.lock):
-                arrival = self._arrival(left)
-                await settled(self._conn.wait(arrival, interval=min(left, 0.1)))
+                await settled(self._conn.wait(self._arrival(), min(left, 0.1)))
         self._has_heard = False
 
-    def _arrival(self, seconds: float) -> Generator[Wait, Ready, None]:
+    def _arrival(self) -> Generator[Wait, Ready, None]:
         """Pass notifications to the handlers, including the caller's own.
 
         As notifies() does, which warns of handlers, and in psycopg 3.2 leaves them out.
         """
-        until = time.monotonic() + seconds
-        while not (yield Wait.R):
-            if time.monotonic() >= until:
-                return
+        yield Wait.R
         pgconn = self._conn.pgconn
         pgconn.consume_input()
         while notify := pgconn.notifies():
