@@ -68,10 +68,7 @@ def main(
         given = args.dsn or dsn
         dsns = database.conninfos(given)
         if args.check:
-            return max(
-                check(each, f"{database.name(each)}: " if len(dsns) > 1 else "")
-                for each in dsns
-            )
+            return max(check(each, len(dsns) > 1) for each in dsns)
         if args.processes > 1:
             return Supervisor(args.processes, args.burst).run()
         app = import_apps(args.app, discover)
@@ -189,8 +186,9 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     supervisor.listen(on_relay)
 
 
-def check(conninfo: str, where: str = "") -> int:
+def check(conninfo: str, is_one_of_several: bool) -> int:
     """Say in one line whether a worker can use this database."""
+    where = f"{database.name(conninfo)}: " if is_one_of_several else ""
     # stop_early would exit with 0: ok.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -17,6 +17,7 @@ from pgqueue.drivers import call, either, settled
 from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
 from pgqueue.worker.seldom import SELDOM, log, unready
 
+HANDLERS = None  # whose sessions are reset
 # What an object holds once its session has been given to another.
 CLOSED = pq.PGconn.connect_start(b"none")
 CLOSED.finish()
@@ -24,10 +25,6 @@ CLOSED.finish()
 
 def _made(attempt: Attempt) -> Any:
     return WatchedAsync if attempt.task.is_async else Watched
-
-
-def _is_idle(session: pq.abc.PGconn) -> bool:
-    return session.transaction_status == pq.TransactionStatus.IDLE
 
 
 @contextlib.contextmanager
@@ -49,11 +46,10 @@ class Connections:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        # Each with since when it is idle; the latest is used first.
-        self._idle: list[tuple[float, pq.abc.PGconn]] = []
-        # Of these the objects, too, which know what is prepared.
-        self._own: dict[Any, list[tuple[float, pq.abc.PGconn, Any]]]
-        self._own = {Watched: [], WatchedAsync: []}
+        # Since when each is idle, the latest last. Of our own ones, which are listed by their
+        # class, the objects, too, which know what is prepared.
+        self._idle: dict[Any, list[tuple[float, pq.abc.PGconn, Any]]]
+        self._idle = {HANDLERS: [], Watched: [], WatchedAsync: []}
         self._is_pooled = False
 
     @contextlib.asynccontextmanager
@@ -77,20 +73,17 @@ class Connections:
             raise
         finally:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
-            if _is_idle(session) and not self._is_pooled:
-                self._idle.append((time.monotonic(), session))
-            else:
-                session.finish()
+            self._keep(HANDLERS, session, self._is_pooled)
 
     async def ask(self, attempt: Attempt, query: str, *params: Any) -> Any:
         """Return the rows of a statement of ours, from a session that keeps its plans.
 
         If an idle session turns out to be broken, it runs again in another one.
         """
-        idle = self._own[_made(attempt)]
+        own = _made(attempt)
         while True:
             try:
-                (_, _, conn), is_new = idle.pop(), False
+                (_, _, conn), is_new = self._idle[own].pop(), False
             except IndexError:
                 conn, is_new = await self._connect(attempt, is_own=True), True
             try:
@@ -101,17 +94,21 @@ class Connections:
                 if is_new or not conn.closed:
                     raise
             finally:
-                is_pooled = conn.prepare_threshold is None
-                if _is_idle(conn.pgconn) and not is_pooled:
-                    idle.append((time.monotonic(), conn.pgconn, conn))
-                else:
-                    conn.pgconn.finish()
+                self._keep(own, conn.pgconn, conn.prepare_threshold is None, conn)
+
+    def _keep(
+        self, whose: Any, session: pq.abc.PGconn, is_pooled: bool, conn: Any = None
+    ) -> None:
+        if session.transaction_status == pq.TransactionStatus.IDLE and not is_pooled:
+            self._idle[whose].append((time.monotonic(), session, conn))
+        else:
+            session.finish()
 
     async def _reset(self, attempt: Attempt) -> Any:
         """Reset an idle session that still works, if there is one, for a new object."""
         with contextlib.suppress(IndexError):
             while True:
-                _, session = self._idle.pop()
+                _, session, _ = self._idle[HANDLERS].pop()
                 conn = _made(attempt)(session)
                 try:
                     with _finished_if_it_fails(conn):
@@ -151,9 +148,8 @@ class Connections:
 
     def close_idle(self, after: float) -> None:
         """Close the sessions that have been idle for this many seconds."""
-        idle: Any
-        for idle in (self._idle, *self._own.values()):
+        for idle in self._idle.values():
             with contextlib.suppress(IndexError):
                 while idle[0][0] <= time.monotonic() - after:
-                    _, session, *_ = idle.pop(0)
+                    _, session, _ = idle.pop(0)
                     session.finish()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 
 import psycopg
@@ -102,7 +102,13 @@ class Heartbeat(Service):
             extend_at = min(extend_at, now + self._server.lease / 3)
             looks = self._is_alarmed and now >= look_at
             if looks or now >= extend_at:
-                self._warn_if_late(now - extend_at)
+                if now > extend_at + self._server.lease / 3:
+                    log.warning(
+                        "heartbeat %.1f s late: the process was stopped, or a handler does"
+                        " not release the interpreter",
+                        now - extend_at,
+                        extra=SELDOM,
+                    )
                 self._is_alarmed = False
                 self._extend_all(conn, looks)
                 extend_at = time.monotonic() + self._server.lease / 3
@@ -115,15 +121,6 @@ class Heartbeat(Service):
             until = min(until, tell_at if self._told else until)
             self._woken.wait(max(0.0, until - time.monotonic()))
             self._woken.clear()
-
-    def _warn_if_late(self, late: float) -> None:
-        if late > self._server.lease / 3:
-            log.warning(
-                "heartbeat %.1f s late: the process was stopped, or a handler does"
-                " not release the interpreter",
-                late,
-                extra=SELDOM,
-            )
 
     def _extend_all(self, conn: Connection, looks: bool) -> None:
         now = time.monotonic()
@@ -151,10 +148,8 @@ class Heartbeat(Service):
                 attempt.expires = LOST
 
     def _tell_all(self, conn: Connection) -> None:
-        told: list[Attempt] = []
-        with suppress(KeyError):
-            while True:
-                told.append(self._told.pop())  # before its progress is read
+        told = list(self._told)
+        self._told.difference_update(told)  # before their progress is read
         # What has ended meanwhile no longer has a row.
         told = [attempt for attempt in told if attempt in self.held]
         try:
