@@ -14,29 +14,17 @@ P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
 
-class _AsyncSession(Protocol):
-    """SQLAlchemy's AsyncSession."""
+class _Async(Protocol):
+    """An async connection, cursor or session of psycopg or SQLAlchemy."""
 
-    def connection(self) -> Coroutine[Any, Any, Any]: ...
-
-
-class _AsyncEngineConnection(Protocol):
-    """SQLAlchemy's AsyncConnection."""
-
-    def exec_driver_sql(self, statement: str) -> Coroutine[Any, Any, Any]: ...
+    def __aenter__(self) -> Coroutine[Any, Any, Any]: ...
 
 
 class _AsyncpgConnection(Protocol):
     def fetch(self, query: str, *args: Any) -> Coroutine[Any, Any, Any]: ...
 
 
-AsyncConn = (
-    psycopg.AsyncConnection[Any]
-    | psycopg.AsyncCursor[Any]
-    | _AsyncSession
-    | _AsyncEngineConnection
-    | _AsyncpgConnection
-)
+AsyncConn = _Async | _AsyncpgConnection
 
 
 class OnAnyConnection(Protocol[P, R]):
