@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Decimal
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar
 
 from pgqueue.drivers import run_without_loop
 from pgqueue.payload import storable
@@ -82,20 +82,9 @@ class Job:
 
     # What the next attempt need not do again. In an async handler, await what these return.
 
-    @overload
-    def step(
-        self,
-        name: str,
-        function: Callable[P, Coroutine[Any, Any, R]],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Coroutine[Any, Any, R]: ...
-    @overload
     def step(
         self, name: str, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
-    ) -> R: ...
-    def step(self, name: str, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+    ) -> R:
         """Call a function once, and save by pgqueue.save_step() what it returned.
 
         Later attempts do not call it again: they return what was saved. It is stored as JSON
@@ -108,7 +97,8 @@ class Job:
         """
         steps = self._attempt.steps
         running = partial(function, *args, **kwargs)
-        return self._end(steps.step(steps.name(name), running, function))
+        value: R = self._end(steps.step(steps.name(name), running, function))
+        return value
 
     def sleep(self, name: str, interval: Seconds) -> Any:
         """Go on after seconds or a timedelta, counted from the first attempt that got here.
