@@ -7,14 +7,7 @@ from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
 
 from pgqueue.job import Job, Seconds, to_timedelta
 from pgqueue.payload import Arguments
-from pgqueue.policy import (
-    Exceptions,
-    Middleware,
-    Policy,
-    to_seconds,
-    to_timeout,
-    within,
-)
+from pgqueue.policy import Exceptions, Middleware, Policy, both, to_seconds, to_timeout
 from pgqueue.task import P, R, Task, TaskOptions
 
 H = TypeVar("H", bound=Callable[..., Any])
@@ -73,7 +66,7 @@ class App:
                 policy = replace(
                     task.policy,
                     timeout=task.policy.timeout or self.timeout,
-                    middleware=within(inner, task.policy.middleware),
+                    middleware=both(inner, task.policy.middleware),
                 )
                 known = self.tasks.get(task.kind)
                 if known is None or known.function is not task.function:

@@ -1,22 +1,19 @@
 """One attempt of a job: what was claimed, and what to report about it."""
 
 import asyncio
-import json
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from pgqueue.app import App
 from pgqueue.job import Job
+from pgqueue.payload import decode
 from pgqueue.task import Task
 
 LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
-# json.loads also skips white space on both sides: twice the time for a short payload.
-decode = json.JSONDecoder().raw_decode
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +32,6 @@ COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
 LOST = Outcome("none", status="lost")
 SUSPENDED = Outcome("none", status="suspended")  # and committed
-Connect = Callable[["Attempt"], AbstractAsyncContextManager[Any]]
 NO_TASK = App().job("")(lambda: None)
 
 
@@ -58,7 +54,7 @@ class Attempt:
     lease: float  # seconds
     batch_id: int | None = None
     task: Task[Any, Any] = NO_TASK
-    connect: Connect = nullcontext  # begins the transaction of its handler
+    connect: Any = None  # begins the transaction of its handler
     ask: Any = None  # runs a statement of ours for it, outside that
     timeout: float | None = None  # seconds
     source: Any = None  # the worker's, see pgqueue.worker.sources; None in tests

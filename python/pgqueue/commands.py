@@ -12,15 +12,7 @@ import psycopg
 from pgqueue import database
 from pgqueue.database import Connection
 from pgqueue.install import install, upgrade_beside_others
-from pgqueue.terminal import (
-    printable,
-    rows,
-    say,
-    say_json,
-    sentences,
-    show,
-    show_record,
-)
+from pgqueue.terminal import printable, rows, say, say_json, sentences, show, show_row
 
 STATUS = (
     "select queue, ready, scheduled, running, expired, blocked, dead, oldest_wait,"
@@ -140,7 +132,7 @@ def run(conn: Connection, args: argparse.Namespace) -> int:
         if runs.rowcount:
             show(runs)
             print()
-        show_record(job)
+        show_row(job)
     elif args.command == "redrive":
         redrive(conn, options)
     else:

@@ -9,17 +9,9 @@ from collections.abc import AsyncGenerator, Awaitable, Generator
 from datetime import datetime, timedelta
 from typing import Any
 
-from pgqueue.attempt import (
-    COMPLETED,
-    LARGEST_RESULT,
-    LOST,
-    Attempt,
-    Outcome,
-    Unready,
-    decode,
-)
+from pgqueue.attempt import COMPLETED, LARGEST_RESULT, LOST, Attempt, Outcome, Unready
 from pgqueue.client import LeaseLost
-from pgqueue.payload import storable, to_json
+from pgqueue.payload import decode, storable, to_json
 from pgqueue.policy import MAX_ATTEMPTS, Policy, Reject, Retry, Snooze
 from pgqueue.terminal import trace
 

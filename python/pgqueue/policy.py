@@ -56,17 +56,17 @@ def to_timeout(value: Seconds | None) -> float | None:
     return seconds
 
 
-def within(outer: Middleware | None, inner: Middleware | None) -> Middleware | None:
+def both(outer: Middleware | None, inner: Middleware | None) -> Middleware | None:
     """Make a middleware of two, either of which may be missing."""
     if outer is None or inner is None:
         return outer or inner
 
     @contextmanager
-    def both(job: Job) -> Iterator[None]:
+    def entered(job: Job) -> Iterator[None]:
         with outer(job), inner(job):
             yield
 
-    return both
+    return entered
 
 
 @dataclass(frozen=True, slots=True)

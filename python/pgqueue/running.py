@@ -14,19 +14,12 @@ from typing import Any
 
 import psycopg
 
-from pgqueue.attempt import (
-    COMPLETED,
-    LOST,
-    RELEASED,
-    SUSPENDED,
-    Attempt,
-    Outcome,
-    decode,
-)
+from pgqueue.attempt import COMPLETED, LOST, RELEASED, SUSPENDED, Attempt, Outcome
 from pgqueue.client import LeaseLost
 from pgqueue.drivers import call, either, run_without_loop, settled
 from pgqueue.judge import completed, judge, not_stored
-from pgqueue.policy import Middleware, within
+from pgqueue.payload import decode
+from pgqueue.policy import Middleware, both
 from pgqueue.steps import Steps
 
 JSON = "%s::pg_catalog.jsonb"
@@ -151,7 +144,7 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
     generation = _forks
     if inner := attempt.task.policy.middleware:
-        middleware = within(middleware, inner)
+        middleware = both(middleware, inner)
     payload, _ = decode(attempt.payload)
     arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
     if attempt.task.arguments.takes_job or middleware:

@@ -164,7 +164,7 @@ def show(cursor: psycopg.Cursor[TupleRow]) -> None:
         print("  ".join(cells)[:room].rstrip())
 
 
-def show_record(cursor: psycopg.Cursor[TupleRow]) -> None:
+def show_row(cursor: psycopg.Cursor[TupleRow]) -> None:
     """Print one row in full, a line or more for each column that is not empty.
 
     Raises LookupError if there is no row.

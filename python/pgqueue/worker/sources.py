@@ -76,10 +76,3 @@ class Sources:
         for source in self._all:
             source.finisher.count_quick(is_last)
             source.dispatcher.connections.close_idle(after=0 if is_last else KEEP)
-
-    def end_claims(self, until: float) -> None:
-        """End the dispatchers, but wait no longer than until a monotonic moment."""
-        for dispatcher in self.dispatchers:
-            dispatcher.close()
-        for dispatcher in self.dispatchers:
-            dispatcher.join(until)

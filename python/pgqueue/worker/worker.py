@@ -212,7 +212,10 @@ class Worker(Terms):
         self.stop_by = min(self.stop_by, time.monotonic() + self.shutdown_timeout)
         services = self.sources.services
         self.turns.is_paused = True  # what is claimed now is released
-        self.sources.end_claims(until - REPORTING / 2)
+        for dispatcher in self.sources.dispatchers:
+            dispatcher.close()
+        for dispatcher in self.sources.dispatchers:
+            dispatcher.join(until - REPORTING / 2)
         self.executor.give_up_all(STOPPED)
         self.executor.release_waiting()
         for service in services:
