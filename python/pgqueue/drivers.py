@@ -9,6 +9,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
+Rows = list[tuple[Any, ...]]
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -45,12 +46,7 @@ def on_any_connection(
     return cast("OnAnyConnection[P, R]", function)
 
 
-def call(
-    conn: Any,
-    query: str,
-    params: tuple[Any, ...],
-    shape: Callable[[list[tuple[Any, ...]]], T],
-) -> T:
+def call(conn: Any, query: str, params: Any, shape: Callable[[Rows], T]) -> T:
     """Run a query with %s for its parameters, and pass its rows to `shape`.
 
     Returns what `shape` returns; on an async connection, an awaitable of it.

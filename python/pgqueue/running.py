@@ -148,7 +148,7 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     payload, _ = decode(attempt.payload)
     arguments, around = attempt.task.arguments.read(payload), NO_MIDDLEWARE
     if attempt.task.arguments.takes_job or middleware:
-        attempt.steps = Steps(attempt.id, attempt.token, partial(_ask, attempt))
+        attempt.steps = Steps((attempt.id, attempt.token), partial(_ask, attempt))
         job = attempt.as_job(payload)
         if attempt.task.arguments.takes_job:
             arguments = {**arguments, "job": job}

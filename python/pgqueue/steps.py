@@ -17,6 +17,7 @@ from pgqueue.drivers import settled
 from pgqueue.payload import result_reader, to_json
 
 T = TypeVar("T")
+Time = timedelta | None  # to wait
 SAVE = (
     "select pgqueue.save_step(%s, %s, %s, %s::pg_catalog.text::pg_catalog.jsonb)"
     "::pg_catalog.text"
@@ -80,17 +81,12 @@ class NotCompleted(Exception):
 class Steps:
     """The memory of a job, as one attempt sees it."""
 
-    def __init__(
-        self,
-        job_id: int,
-        token: int,
-        ask: Callable[..., Coroutine[Any, Any, list[tuple[Any, ...]]]],
-    ) -> None:
+    def __init__(self, lease: tuple[int, int], ask: Callable[..., Any]) -> None:
         self.terms: str | None = None  # on which the job is to be suspended, in JSON
         # A step to save with that, and its value.
         self.last: tuple[str, str] | None = None
         self._to_await: set[Coroutine[Any, Any, Any]] = set()
-        self._lease = job_id, token
+        self._lease = lease  # job and token
         self._ask = ask
         self._known: dict[str, Any] | None = None
         self._counts: Counter[str] = Counter()
@@ -151,7 +147,7 @@ class Steps:
     async def sleep(self, name: str, seconds: timedelta) -> None:
         await self._until(name, name, seconds)
 
-    async def wait_for(self, event: str, name: str, timeout: timedelta | None) -> Any:
+    async def wait_for(self, event: str, name: str, timeout: Time) -> Any:
         known, payload = self._known, None
         if known is None or name not in known:
             known, payload = await self._read(event)
@@ -164,9 +160,7 @@ class Steps:
             raise TimeoutError(f"{event!r} has not happened in time")
         return known[name]["payload"]
 
-    async def wait_for_jobs(
-        self, name: str, ids: Sequence[int], timeout: timedelta | None
-    ) -> list[Any]:
+    async def wait_for_jobs(self, name: str, ids: Sequence[int], timeout: Time) -> Any:
         known = await self._load()
         ended = f"{name}: ended"
         if ended not in known:
@@ -214,12 +208,7 @@ class Steps:
         (await self._load())[name] = json.loads(rows[0][0])
 
     async def _until(
-        self,
-        name: str,
-        until: str,
-        timeout: timedelta | None,
-        last: tuple[str, str] | None = None,
-        **terms: Any,
+        self, name: str, until: str, timeout: Time, last: Any = None, **terms: Any
     ) -> None:
         """Return if a wait is over, by its deadline or by run_now; else suspend the job."""
         is_over = False

@@ -114,34 +114,10 @@ def wait(
     job, such as after its end with keep_runs 0.
     """
     conn = drivers.of_psycopg(conn)
-    waiting: Any = _wait(_Session(conn), job_id, timeout, listen)
+    waiting: Any = _Session(conn).wait(job_id, timeout, listen)
     is_async = isinstance(conn, psycopg.AsyncConnection)
     found: Status = waiting if is_async else run_without_loop(waiting)
     return found
-
-
-async def _wait(
-    session: "_Session", job_id: int, timeout: float | None, listen: bool
-) -> Status:
-    began = time.monotonic()
-    async with session.listening(listen) as listens:
-        while True:
-            if listens:
-                ((pause,),) = await session.fetch(AWAIT, job_id)
-            if not listens or pause == 0:
-                found = _as_status(await session.fetch(STATUS, job_id))
-                if found.has_ended:
-                    return found
-                pause = 0.01  # it was redriven meanwhile
-            waited = time.monotonic() - began
-            if not listens:
-                pause = min(1.0, 0.01 + waited / 10)
-            if timeout is not None:
-                if waited >= timeout:
-                    raise TimeoutError(f"job {job_id} has not ended in {timeout:g} s")
-                pause = min(pause, timeout - waited)
-            # Mostly it is another job's end: all waiting sessions are notified.
-            await session.sleep(pause, deaf=min(pause, 0.1, waited / 10))
 
 
 class _Session:
@@ -154,6 +130,29 @@ class _Session:
             raise ValueError("no notification arrives in a transaction: end it first")
         if conn.info.pipeline_status != PipelineStatus.OFF:
             raise ValueError("no notification arrives in a pipeline: end it first")
+
+    async def wait(self, job_id: int, timeout: float | None, listen: bool) -> Status:
+        began = time.monotonic()
+        async with self.listening(listen) as listens:
+            while True:
+                if listens:
+                    ((pause,),) = await self.fetch(AWAIT, job_id)
+                if not listens or pause == 0:
+                    found = _as_status(await self.fetch(STATUS, job_id))
+                    if found.has_ended:
+                        return found
+                    pause = 0.01  # it was redriven meanwhile
+                waited = time.monotonic() - began
+                if not listens:
+                    pause = min(1.0, 0.01 + waited / 10)
+                if timeout is not None:
+                    if waited >= timeout:
+                        raise TimeoutError(
+                            f"job {job_id} has not ended in {timeout:g} s"
+                        )
+                    pause = min(pause, timeout - waited)
+                # Mostly it is another job's end: all waiting sessions are notified.
+                await self.sleep(pause, deaf=min(pause, 0.1, waited / 10))
 
     async def fetch(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
         """Run a statement in a transaction of its own.

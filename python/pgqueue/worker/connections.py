@@ -69,7 +69,7 @@ class Connections:
             async with either(conn.transaction()):
                 yield conn
         except psycopg.Error as error:
-            self._end_if_useless(attempt, conn, error)
+            self._end_useless(attempt, conn, error)
             raise
         finally:
             session, conn.pgconn = conn.pgconn, CLOSED  # the handler may have kept it
@@ -90,7 +90,7 @@ class Connections:
                 async with either(database.transaction(conn)):
                     return await settled(call(conn, query, params, list))
             except psycopg.Error as error:
-                self._end_if_useless(attempt, conn, error)
+                self._end_useless(attempt, conn, error)
                 if is_new or not conn.closed:
                     raise
             finally:
@@ -117,7 +117,7 @@ class Connections:
                         await settled(conn.execute("discard all"))
                     return conn
                 except psycopg.Error as error:  # it has broken while it was idle
-                    self._end_if_useless(attempt, conn, error)
+                    self._end_useless(attempt, conn, error)
         return None
 
     async def _connect(self, attempt: Attempt, is_own: bool = False) -> Any:
@@ -133,9 +133,7 @@ class Connections:
             raise unready("connection", error) from error
         return conn
 
-    def _end_if_useless(
-        self, attempt: Attempt, conn: Any, error: psycopg.Error
-    ) -> None:
+    def _end_useless(self, attempt: Attempt, conn: Any, error: psycopg.Error) -> None:
         """Keep no session that is read-only, say, since it was made; nor others like one that hangs."""
         if database.is_outage(error):
             conn.pgconn.finish()

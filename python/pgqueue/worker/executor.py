@@ -68,17 +68,10 @@ class Executor:
                 attempt = self.waiting.popleft()
                 attempt.source.finisher.put(attempt)
 
-    def end(
-        self,
-        attempt: Attempt,
-        outcome: Outcome,
-        runs_on: bool = False,
-        rolls_back: bool = False,
-    ) -> bool:
+    def end(self, attempt: Attempt, outcome: Outcome, runs_on: bool = False) -> bool:
         """End an attempt, and return True; if it has ended before, drop what it returns.
 
-        With `runs_on` it is given up: its handler keeps the slot until it returns, but loses its
-        connection, unless it rolls back by itself: the report would wait for its locks.
+        With `runs_on` it is given up: its handler keeps the slot until it returns.
         """
         if runs_on and attempt.started:
             self.given_up.add(attempt)
@@ -92,18 +85,22 @@ class Executor:
         if attempt.has_timed_out and not runs_on:
             log.info(RETURNED, attempt)
         attempt.outcome = outcome if attempt.started else RELEASED
-        if runs_on and not rolls_back:
-            cut(attempt.connection)
         attempt.source.finisher.put(attempt)
         return True
+
+    def give_up(self, attempt: Attempt, outcome: Outcome) -> None:
+        """End it, and its connection: the report would wait for its locks."""
+        if self.end(attempt, outcome, runs_on=True):
+            cut(attempt.connection)
 
     def give_up_all(self, outcome: Outcome) -> None:
         """End what still runs; async handlers may clean up until `close` has to end."""
         if left := list(self.running):
             log.warning("giving up %s unfinished attempts, for lack of time", len(left))
         for attempt in left:
-            self.end(attempt, outcome, runs_on=True, rolls_back=bool(attempt.runs_in))
-            if attempt.runs_in:
+            if not attempt.runs_in:
+                self.give_up(attempt, outcome)
+            elif self.end(attempt, outcome, runs_on=True):  # and rolls back by itself
                 self.loop.get().call_soon_threadsafe(attempt.runs_in.cancel)
         self._wait_for_async(time.monotonic() + ROLLBACK)
         for attempt in self.given_up.intersection(left):

@@ -35,40 +35,34 @@ def parse(argv: Sequence[str], needs_app: bool = True) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser, with the defaults that the environment gives just now."""
+    """Make the parser; what a variable says, unless it is empty, is the default."""
     parser = argparse.ArgumentParser(
         prog="python -m pgqueue.worker", description="Run the jobs of some queues."
     )
-    for option in options():
-        add(parser, *option)
+    for names, about, default, read in options():
+        flags = names.split()
+        env = "PGQUEUE_" + flags[-1].lstrip("-").replace("-", "_").upper()
+        shown = f"default {default}, " if default else ""
+        choices: Collection[str] = ()
+        how: dict[str, Any] = {"type": read}
+        if read is bool:
+            choices, how = SWITCHES, {"action": "store_true"}
+        elif isinstance(read, list):
+            choices, how = read, {"type": str.lower, "choices": read}
+        elif read in (shares, listed, database.several):
+            how["action"] = Several
+        if given := os.environ.get(env):
+            if choices and given.lower() not in choices:
+                parser.error(f"{env} must be one of {', '.join(choices)}")
+            default = SWITCHES[given.lower()] if read is bool else given
+        help = f"{about} ({shown}{env})"
+        parser.add_argument(*flags, default=default, help=help, **how)
     debug: Any = {"dest": "log_level", "action": "store_const", "const": "debug"}
     parser.add_argument("-v", help="as --log-level debug", **debug)
     about = "test the database and exit"
     parser.add_argument("--check", help=about, action="store_true")
     parser.add_argument("--version", action="version", version=version())
     return parser
-
-
-def add(
-    parser: argparse.ArgumentParser, names: str, help: str, default: Any, read: Any
-) -> None:
-    """Add an option whose default is a variable; an empty variable counts as not set."""
-    flags = names.split()
-    env = "PGQUEUE_" + flags[-1].lstrip("-").replace("-", "_").upper()
-    shown = f"default {default}, " if default else ""
-    choices: Collection[str] = ()
-    how: dict[str, Any] = {"type": read}
-    if read is bool:
-        choices, how = SWITCHES, {"action": "store_true"}
-    elif isinstance(read, list):
-        choices, how = read, {"type": str.lower, "choices": read}
-    elif read in (shares, listed, database.several):
-        how["action"] = Several
-    if given := os.environ.get(env):
-        if choices and given.lower() not in choices:
-            parser.error(f"{env} must be one of {', '.join(choices)}")
-        default = SWITCHES[given.lower()] if read is bool else given
-    parser.add_argument(*flags, default=default, help=f"{help} ({shown}{env})", **how)
 
 
 def options() -> list[tuple[str, str, Any, Any]]:
@@ -109,9 +103,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
 class Several(argparse.Action):
     """Add what each use of an option names."""
 
-    def __call__(
-        self, parser: Any, namespace: Any, values: Any, option: Any = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
         before = getattr(namespace, self.dest)
         # A str is the default, from a variable.
         given = type(values)() if before is None or isinstance(before, str) else before

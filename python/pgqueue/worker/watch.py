@@ -55,7 +55,7 @@ def _check_handler(executor: Executor, attempt: Attempt, now: float) -> None:
         log.warning("%s was told to stop and does not react", attempt, extra=again)
         is_over = attempt.is_cancelled
     if is_over:
-        executor.end(attempt, judge(attempt, CancelledError()), runs_on=True)
+        executor.give_up(attempt, judge(attempt, CancelledError()))
 
 
 def _check_loop(executor: Executor) -> None:
