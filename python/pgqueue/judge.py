@@ -62,8 +62,9 @@ def judge(attempt: Attempt, error: BaseException) -> Outcome:
 def _judge(attempt: Attempt, error: BaseException) -> Outcome:
     if isinstance(error, Unready):
         return Outcome("release", storable(str(error)), timedelta(seconds=1))
-    if _is_renamed(error):
-        error = error.__cause__ or error
+    renamed = "coroutine raised StopIteration"  # as it was when it left one of ours
+    if isinstance(error.__cause__, StopIteration) and str(error) == renamed:
+        error = error.__cause__
     cause = cause_of(error)
     if isinstance(cause, LeaseLost):
         return LOST
@@ -84,12 +85,6 @@ def _judge(attempt: Attempt, error: BaseException) -> Outcome:
     if isinstance(cause, Retry) and cause.after is not None:
         delay = max(cause.after, timedelta())
     return Outcome("fail", describe(cause), delay, error=cause)
-
-
-def _is_renamed(error: BaseException) -> bool:
-    """Whether it was a StopIteration, before it left a coroutine of ours."""
-    text = "coroutine raised StopIteration"
-    return isinstance(error.__cause__, StopIteration) and str(error) == text
 
 
 def errors_in(error: BaseException) -> list[BaseException]:

@@ -18,11 +18,9 @@ DEAD = 60  # more than these: it will not answer again, unless a handler blocks 
 
 
 # psycopg needs one that waits for sockets, which the usual one of Windows does not.
-new_loop = (
-    asyncio.SelectorEventLoop
-    if hasattr(asyncio, "ProactorEventLoop")
-    else asyncio.new_event_loop
-)
+new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+if hasattr(asyncio, "ProactorEventLoop"):
+    new_loop = asyncio.SelectorEventLoop
 
 
 class EventLoop:
@@ -30,9 +28,8 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(
-            target=self._run, name="pgqueue-loop", daemon=True
-        )
+        run, name = self._run, "pgqueue-loop"
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._is_over = False
         self._unanswered = 0  # probes
 

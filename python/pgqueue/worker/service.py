@@ -33,9 +33,8 @@ class Service(ABC):
         self.refusal: psycopg.Error | None = None  # what waiting may not fix
         self.conn: Watched | None = None
         self._failures = 0
-        self.thread = threading.Thread(
-            target=self.run, name=f"pgqueue-{self.name}", daemon=True
-        )
+        name = f"pgqueue-{self.name}"
+        self.thread = threading.Thread(target=self.run, name=name, daemon=True)
 
     @abstractmethod
     def work(self, conn: Connection) -> None:
@@ -51,11 +50,6 @@ class Service(ABC):
     def may_wait(self, error: psycopg.Error) -> bool:
         """Whether to wait for the end of an outage."""
         return True
-
-    def _is_replaced(self, error: psycopg.Error) -> bool:
-        """Whether an upgrade may explain it: only once, and not before anything worked."""
-        is_first = self.is_ready and not self._failures
-        return is_first and isinstance(error, database.REPLACED)
 
     def pause(self, seconds: float) -> None:
         """Wait for the end of an outage, at most so long, before it connects again."""
@@ -127,7 +121,10 @@ class Service(ABC):
                     self.conn = None
                 self.succeeded()
         except psycopg.Error as error:
-            is_passing = database.is_outage(error) or self._is_replaced(error)
+            # An upgrade may explain it: only once, and not before anything worked.
+            is_first = self.is_ready and not self._failures
+            is_replaced = is_first and isinstance(error, database.REPLACED)
+            is_passing = is_replaced or database.is_outage(error)
             if not is_passing or not self.may_wait(error):
                 if self._server.is_alone:
                     raise

@@ -140,7 +140,7 @@ class Supervisor:
             self._code = exit_code
             self._stop(signal.SIGTERM)
             return
-        pid, how, pause = child.process.pid, signal_or_code(exit_code), 0.0
+        pid, pause = child.process.pid, 0.0
         if is_done:
             log.info("process %s has done its work: restarting", pid)
         else:
@@ -148,14 +148,10 @@ class Supervisor:
             self._short_lives = self._short_lives + 1 if is_short else 0
             if is_short:
                 pause = min(2.0 ** min(self._short_lives - 1, 10), LONGEST_PAUSE)
+            names = {-number: number.name for number in signal.Signals}
+            how = names.get(exit_code, exit_code)  # SIGKILL: often out of memory
             log.warning("process %s ended with %s: restarting", pid, how)
         self._start_at.append(time.monotonic() + pause)
-
-
-def signal_or_code(exit_code: int) -> str:
-    """Name what ended a process: SIGKILL often means out of memory."""
-    names = {-number: number.name for number in signal.Signals}
-    return names.get(exit_code, str(exit_code))
 
 
 class Link:

@@ -10,7 +10,6 @@ No job is claimed ahead on its last attempt: if the worker were killed, it would
 import threading
 import time
 from collections import Counter
-from collections.abc import Set
 from typing import Protocol
 
 from pgqueue.attempt import Attempt
@@ -32,9 +31,8 @@ class Member(Protocol):
 
     asked: int  # jobs, in the claim that it is making
     served_at: float  # its last claim
+    held: set[Attempt]
 
-    @property
-    def held(self) -> Set[Attempt]: ...
     def answers(self, seconds: float) -> bool: ...
     def is_hungry(self) -> bool: ...
     def slot_freed(self) -> None: ...
