@@ -13,6 +13,7 @@ from pgqueue.job import Job
 from pgqueue.payload import decode
 from pgqueue.task import Task
 
+FIELDS = "job_id", "kind", "queue", "attempt", "token", "ms"  # of a line of the log
 LARGEST_RESULT = 64_000_000  # bytes; pgqueue.finish() takes no more
 
 
@@ -97,14 +98,8 @@ class Attempt:
     def fields(self) -> dict[str, Any]:
         """What a JSON log line says about it besides the message."""
         taken = time.monotonic() - self.started if self.started else 0.0
-        return {
-            "job_id": self.id,
-            "kind": self.kind,
-            "queue": self.queue,
-            "attempt": self.number,
-            "token": self.token,
-            "ms": round(taken * 1000, 1),
-        }
+        job = self.id, self.kind, self.queue, self.number, self.token
+        return dict(zip(FIELDS, (*job, round(taken * 1000, 1)), strict=True))
 
     def __str__(self) -> str:
         where = self.source.where if self.source else ""

@@ -37,19 +37,15 @@ def run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
 async def run_async(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler in this task, which runs nothing else, and judge it."""
     try:
-        if not _may_be_traced(attempt):
+        is_in_use = sys.modules.get("opentelemetry.trace") is not None
+        # Or was it where the job was enqueued?
+        if not is_in_use and "traceparent" not in (attempt.headers or ""):
             return await _run(attempt, middleware)
         from pgqueue import tracing
 
         return await tracing.traced(attempt, partial(_run, attempt, middleware), _told)
     except BaseException as error:  # raised by a sampler or a processor of spans
         return judge(attempt, error)
-
-
-def _may_be_traced(attempt: Attempt) -> bool:
-    """Whether OpenTelemetry is in use here, or was where the job was enqueued."""
-    is_here = sys.modules.get("opentelemetry.trace") is not None
-    return is_here or "traceparent" in (attempt.headers or "")
 
 
 def _told(attempt: Attempt, outcome: Outcome) -> tuple[str, str | None]:
@@ -66,7 +62,7 @@ def _told(attempt: Attempt, outcome: Outcome) -> tuple[str, str | None]:
 
 async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler, in a transaction if it wants one, and judge it."""
-    generation = _forks
+    generation = len(_forks)
     try:
         if not attempt.task.policy.transaction:
             outcome = await _call(attempt, middleware)
@@ -142,7 +138,7 @@ async def _ask(attempt: Attempt, query: str, *params: Any) -> Any:
 
 async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
-    generation = _forks
+    generation = len(_forks)
     if inner := attempt.task.policy.middleware:
         middleware = both(middleware, inner)
     payload, _ = decode(attempt.payload)
@@ -175,21 +171,15 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     return outcome
 
 
-_forks = 0  # between the first process and this one; getpid() takes longer
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
+# One for each between the first process and this one; getpid() takes longer.
+_forks: list[None] = []
 if hasattr(os, "fork"):
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(after_in_child=lambda: _forks.append(None))
 
 
 def _end_fork(generation: int) -> None:
     """End this process if the handler forked it and then returned or raised in it, too."""
-    if _forks != generation:
+    if len(_forks) != generation:
         error = sys.exception()
         code = error.code if isinstance(error, SystemExit) else error
         os._exit(code & 255 if isinstance(code, int) else code is not None)

@@ -57,7 +57,8 @@ def main(
 
     `wrap` makes the middleware around that of the app, `discover` finds apps without --app.
     """
-    atexit.register(leave_at_last)  # what is registered later is called before
+    # What is registered later is called before.
+    atexit.register(lambda: leave(codes[-1]) if codes else None)
     for number in BOTH:
         signal.signal(number, stop_early)
     supervisor = Link()
@@ -122,11 +123,6 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     timer.daemon = True
     timer.start()
     return code
-
-
-def leave_at_last() -> None:
-    if codes:
-        leave(codes[-1])
 
 
 def leave(code: int) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pgqueue.attempt import FIELDS
 from pgqueue.terminal import LINES, LONGEST, printable, trace
 from pgqueue.worker.seldom import log
 
@@ -95,8 +96,6 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object a line, with the fields of the job if it is about one."""
 
-    fields = ("job_id", "kind", "queue", "attempt", "token", "ms")
-
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
@@ -105,8 +104,7 @@ class JsonLines(logging.Formatter):
             "pid": record.process,
             "message": record.getMessage()[:LONGEST],
         }
-        line |= {n: getattr(record, n) for n in self.fields if hasattr(record, n)}
+        line |= {n: getattr(record, n) for n in FIELDS if hasattr(record, n)}
         if record.exc_info and record.exc_info[1]:
-            shown = getattr(record, "trace", "") or trace(record.exc_info[1])
-            line["error"] = shown
+            line["error"] = getattr(record, "trace", "") or trace(record.exc_info[1])
         return json.dumps(line, default=str)
