@@ -33,11 +33,6 @@ PATIENCE = {
     "application_name": "pgqueue",
 }
 ADDRESS = ("host", "hostaddr", "port", "dbname", "user")  # a password may change
-ENVIRONMENT = {
-    "PGCONNECT_TIMEOUT": "connect_timeout",
-    "PGAPPNAME": "application_name",
-    "PGTARGETSESSIONATTRS": "target_session_attrs",
-}
 
 BACKEND = "select pg_catalog.pg_backend_pid()"
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
@@ -120,11 +115,12 @@ def conninfo(dsn: str | None, environ: Any = os.environ, name: str = "pgqueue") 
             said = re.sub('".*"', '"…"', said.replace('"="', "="), flags=re.S)
         raise psycopg.ProgrammingError(said) from None
     wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
-    for option in "host", "hostaddr":
-        if "," in str(given.get(option) or environ.get(f"PG{option.upper()}")):
+    for where in "host", "hostaddr":
+        if "," in str(given.get(where) or environ.get(f"PG{where.upper()}")):
             wanted["target_session_attrs"] = "read-write"
-    for variable in ENVIRONMENT.keys() & environ.keys():
-        wanted.pop(ENVIRONMENT[variable], None)
+    for option in pq.Conninfo.get_defaults():  # also what its variable says comes first
+        if option.envvar and option.envvar.decode() in environ:
+            wanted.pop(option.keyword.decode(), None)
     # Others lack characters that a payload may have.
     return make_conninfo(**{**wanted, **given, "client_encoding": "utf8"})
 

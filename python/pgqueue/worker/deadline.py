@@ -60,7 +60,7 @@ def notices_silence(version: str = psycopg.__version__) -> bool:
 
 
 class Patient:
-    """What connections of both sorts have: a time limit, and a session that no fork keeps."""
+    """Gives up a call when nothing has moved for longer than `patience` says; no fork keeps its session."""
 
     patience: Callable[[], float] = staticmethod(lambda: NEVER)
     waits_since = NEVER
@@ -69,23 +69,20 @@ class Patient:
         super().__init__(session, *args, **kwargs)  # type: ignore[call-arg]
         sessions.add(session)
 
+    def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the server, or return what does; all calls of psycopg pass through here."""
+        return super().wait(in_time(self, gen), *args, **kwargs)  # type: ignore[misc]
+
 
 class Watched(Patient, psycopg.Connection[TupleRow]):
-    """Gives up a call when nothing has moved for longer than `patience` says."""
-
-    def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the server; all calls of psycopg pass through here."""
-        return super().wait(in_time(self, gen), *args, **kwargs)
+    """For a `def` handler, and for the worker itself."""
 
 
 class WatchedAsync(Patient, psycopg.AsyncConnection[TupleRow]):
-    """The same for an async handler."""
-
-    async def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
-        return await super().wait(in_time(self, gen), *args, **kwargs)
+    """For an async handler."""
 
 
-def in_time(conn: Watched | WatchedAsync, call: Any) -> Generator[Any, Any, Any]:
+def in_time(conn: Any, call: Any) -> Generator[Any, Any, Any]:
     """Pass on what a call of psycopg waits for; raise NoAnswer when nothing moves for too long.
 
     psycopg comes back ten times a second, even if nothing has arrived.
