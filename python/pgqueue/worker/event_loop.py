@@ -4,14 +4,13 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from pgqueue.drivers import settled
 from pgqueue.worker.seldom import log
 
-TICK = 0.25  # seconds between checks, here and in the worker
 # Probes without an answer
 BLOCKED = 4  # more than these: a handler blocks the loop
 DEAD = 60  # more than these: it will not answer again, unless a handler blocks it
@@ -60,15 +59,8 @@ class EventLoop:
         self._loop.call_soon_threadsafe(self._answer)
         return self._unanswered == BLOCKED + 1
 
-    def call(
-        self, functions: Collection[Callable[[], Any]], has_time: Callable[[], bool]
-    ) -> bool:
-        """Call functions in a thread of their own; await on the loop what they return.
-
-        Returns whether they ended while there was time. Raises what one of them raises.
-        """
-        if not functions:
-            return True
+    def call(self, functions: Iterable[Callable[[], Any]]) -> Future[None]:
+        """Call functions in a thread of their own, and await on the loop what they return."""
         called: Future[None] = Future()
 
         def call() -> None:
@@ -82,12 +74,7 @@ class EventLoop:
                 called.set_exception(error)
 
         threading.Thread(target=call, name="pgqueue-hooks", daemon=True).start()
-        while has_time():
-            if wait([called], TICK).done:
-                called.result()
-                return True
-        log.warning("a hook does not end: given up")
-        return False
+        return called
 
     def close(self, until: float) -> None:
         """End it, and wait for its end until a moment of the monotonic clock."""

@@ -19,7 +19,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -29,7 +29,6 @@ from pgqueue.attempt import Attempt, Outcome
 from pgqueue.terminal import version
 from pgqueue.worker import watch
 from pgqueue.worker.deadline import notices_silence
-from pgqueue.worker.event_loop import TICK
 from pgqueue.worker.executor import Executor
 from pgqueue.worker.seldom import failed, log
 from pgqueue.worker.sources import Sources
@@ -39,6 +38,7 @@ from pgqueue.worker.turns import Turns
 # Seconds
 REPORTING = 0.8  # for the last reports, after the shutdown timeout
 JOINING = 0.1  # for idle threads to end
+TICK = 0.25  # between two checks
 
 STOPPED = Outcome("fail", "WorkerStopped: it ran when its worker ended", timedelta())
 MAY_BE_DUE = {"retry", "released", "suspended"}
@@ -156,13 +156,17 @@ class Worker(Terms):
 
     def _call(self, hooks: list[Callable[[], Any]], until: float = 0.0) -> bool:
         """Call hooks, and return whether they ended before the shutdown timeout did."""
-
-        def has_time() -> bool:
+        if not hooks:
+            return True
+        called = self.executor.loop.call(hooks)
+        while not wait([called], TICK).done:
             if not self._failure:
                 self.on_tick()
-            return time.monotonic() < max(self.stop_by, until)
-
-        return self.executor.loop.call(hooks, has_time)
+            if time.monotonic() >= max(self.stop_by, until):
+                log.warning("a hook does not end: given up")
+                return False
+        called.result()
+        return True
 
     def _committed(self, attempts: list[Attempt], statuses: set[str]) -> None:
         """Go on from what a finisher has reported; it calls this in its thread."""
