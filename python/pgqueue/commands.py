@@ -141,10 +141,7 @@ def run(conn: Connection, args: argparse.Namespace) -> int:
 
 
 def call(conn: Connection, options: dict[str, Any]) -> None:
-    """Call the SQL function of this name with what was given.
-
-    A payload goes as it was written: Python would round the numbers in it.
-    """
+    """Call the SQL function of this name. A payload goes as it was written: Python would round its numbers."""
     command, arguments = options["command"], []
     for argument in COMMANDS[command][0].removesuffix(" --json").split():
         name = argument.strip("-?").replace("-", "_")

@@ -47,10 +47,7 @@ def on_any_connection(
 
 
 def call(conn: Any, query: str, params: Any, shape: Callable[[Rows], T]) -> T:
-    """Run a query with %s for its parameters, and pass its rows to `shape`.
-
-    Returns what `shape` returns; on an async connection, an awaitable of it.
-    """
+    """Run a query with %s for its parameters; return what `shape` makes of its rows, or an awaitable of it."""
     fetched = _fetch(conn, query, params)
     done: T = _then(fetched, lambda rows: shape([_values(row) for row in rows]))
     return done
@@ -128,10 +125,7 @@ def is_in_transaction(conn: psycopg.Connection[Any]) -> bool:
 def lent(
     conn: Any, make: Any = psycopg.Connection
 ) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
-    """Lend the session of a connection, without the row factory and types of its owner.
-
-    Through an AsyncConnection if `make` is that.
-    """
+    """Lend the session of a connection to one of class `make`, without the row factory and types of its owner."""
     owner = of_psycopg(conn)
     session = owner.pgconn
     handlers = session.notice_handler, session.notify_handler

@@ -54,10 +54,7 @@ def number(text: str) -> tuple[int, ...]:
 
 
 def advice(installed: str) -> str | None:
-    """Say what to do if the SQL is older than this package; None if nothing.
-
-    Raises TooOld if they do not work together.
-    """
+    """Say what to do if the SQL is older than this package; raise TooOld if they do not work together."""
     if not number(installed) < number(version()):
         return None
     what = (

@@ -1,7 +1,4 @@
-"""What the command lines have in common: how they read arguments and print answers.
-
-Tables fit the terminal, and control characters are escaped.
-"""
+"""What the command lines share: reading arguments, and printing, with control characters escaped."""
 
 import argparse
 import contextlib
@@ -60,10 +57,7 @@ def sentences(said: psycopg.errors.Diagnostic) -> str:
 
 
 def trace(error: BaseException, most: int = 6000) -> str:
-    """Show an error with its traceback: the end of it, which says most.
-
-    A long message does not push the stack out.
-    """
+    """Show an error with the end of its traceback, which says most and no long message pushes out."""
     parts = traceback.TracebackException.from_exception(error).format()
     return "".join(_cut_line(part) for part in parts)[-most:]
 
@@ -165,10 +159,7 @@ def show(cursor: psycopg.Cursor[TupleRow]) -> None:
 
 
 def show_row(cursor: psycopg.Cursor[TupleRow]) -> None:
-    """Print one row in full, a line or more for each column that is not empty.
-
-    Raises LookupError if there is no row.
-    """
+    """Print one row in full, each column that is not empty; raise LookupError if there is none."""
     row = cursor.fetchone()
     if row is None:
         raise LookupError("no such job is waiting, running or dead")

@@ -155,10 +155,7 @@ class _Session:
                 await self.sleep(pause, deaf=min(pause, 0.1, waited / 10))
 
     async def fetch(self, query: str, *params: Any) -> list[tuple[Any, ...]]:
-        """Run a statement in a transaction of its own.
-
-        Never prepared: a pooler may send the next one to another backend.
-        """
+        """Run a statement in a transaction of its own; not prepared: a pooler may send the next one elsewhere."""
         conn, cursor = self._conn, self._conn.cursor(row_factory=tuple_row)
         query = drivers.spelled_for(cursor, query)
         async with either(nullcontext() if conn.autocommit else conn.transaction()):

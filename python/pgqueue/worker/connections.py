@@ -1,7 +1,4 @@
-"""Connections for handlers with transaction=True, and for the steps of the others.
-
-The sessions of both are reused, but never one for the other.
-"""
+"""Reuses sessions for handlers with transaction=True and, apart from these, for the steps of the others."""
 
 import contextlib
 import time
@@ -54,10 +51,7 @@ class Connections:
 
     @contextlib.asynccontextmanager
     async def connection(self, attempt: Attempt) -> AsyncIterator[Any]:
-        """Begin a transaction for a handler; it commits unless the handler raises.
-
-        For a `def` handler it blocks the thread, and never awaits.
-        """
+        """Begin a transaction for a handler, which commits unless it raises; for a `def`, nothing is awaited."""
         conn = await self._reset(attempt) or await self._connect(attempt)
         # The deadline is for our own statements, not for the handler's.
         server = self._server
@@ -76,10 +70,7 @@ class Connections:
             self._keep(HANDLERS, session, self._is_pooled)
 
     async def ask(self, attempt: Attempt, query: str, *params: Any) -> Any:
-        """Return the rows of a statement of ours, from a session that keeps its plans.
-
-        If an idle session turns out to be broken, it runs again in another one.
-        """
+        """Return the rows of a statement of ours, from a session that keeps its plans, or another if it is broken."""
         own = _made(attempt)
         while True:
             try:

@@ -40,10 +40,7 @@ sessions: WeakSet[pq.abc.PGconn] = WeakSet()
 
 
 def leave_sessions() -> None:
-    """Have a forked process hold none open: it may outlive a worker that is killed.
-
-    The server would keep the locks of a transaction until then.
-    """
+    """Have a forked process hold none open: it may outlive a killed worker, whose locks the server would keep."""
     with open(os.devnull, "r+b", buffering=0) as nothing:
         for session in list(sessions):
             with contextlib.suppress(psycopg.Error):  # it is closed
@@ -83,10 +80,7 @@ class WatchedAsync(Patient, psycopg.AsyncConnection[TupleRow]):
 
 
 def in_time(conn: Any, call: Any) -> Generator[Any, Any, Any]:
-    """Pass on what a call of psycopg waits for; raise NoAnswer when nothing moves for too long.
-
-    psycopg comes back ten times a second, even if nothing has arrived.
-    """
+    """Pass on what a call of psycopg waits for, ten times a second; raise NoAnswer when nothing moves for too long."""
     seconds, ready = conn.patience(), None
     conn.waits_since = time.monotonic()
     try:

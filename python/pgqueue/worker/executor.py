@@ -69,10 +69,7 @@ class Executor:
                 attempt.source.finisher.put(attempt)
 
     def end(self, attempt: Attempt, outcome: Outcome, runs_on: bool = False) -> bool:
-        """End an attempt, and return True; if it has ended before, drop what it returns.
-
-        With `runs_on` it is given up: its handler keeps the slot until it returns.
-        """
+        """End an attempt, and return True unless it has ended before; if its handler `runs_on`, it keeps the slot."""
         if runs_on and attempt.started:
             self.given_up.add(attempt)
         try:
@@ -123,10 +120,7 @@ class Executor:
             self.loop.get().call_soon_threadsafe(self._cancel, attempt)
 
     def close(self, until: float) -> None:
-        """End idle threads and the loop; a handler that runs on is left to itself.
-
-        Threads that end while Python does may crash it, so wait for those that can end.
-        """
+        """End idle threads and the loop, and wait: Python may crash if they end with it. What runs on is left alone."""
         self._wait_for_async(until)
         runs_on = self.running | self.given_up
         for _ in self._threads:

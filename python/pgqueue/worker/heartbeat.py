@@ -26,10 +26,7 @@ PROGRESS = 1.0  # seconds between two reports of progress
 
 
 class Heartbeat(Service):
-    """Extends the leases of `held` at a third of their length.
-
-    It passes those that were cancelled to `on_cancel`, once each.
-    """
+    """Extends the leases of `held` at a third of their length, and passes the cancelled ones to `on_cancel`, once."""
 
     name = "heartbeat"
     times = 1 / 3  # one call that hangs must not cost a whole lease

@@ -1,7 +1,4 @@
-"""Declares the app's schedules once, and calls pgqueue.maintain() about once a minute.
-
-Apart from the other threads, because maintain() may take a while.
-"""
+"""Declares the app's schedules once, and calls pgqueue.maintain(), which may take a while, about once a minute."""
 
 import random
 

@@ -66,10 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def options() -> list[tuple[str, str, Any, Any]]:
-    """List the options that have a variable: names, help, default, how they are read.
-
-    That is a function of the text, a list of choices, or bool for a switch.
-    """
+    """List the options that have a variable: names, help, default, and a reader, choices, or bool for a switch."""
     forms = "NAME, NAME=WEIGHT, NAME:LIMIT or NAME=WEIGHT:LIMIT"
     several, own = "comma-separated or repeated", "those of the handlers"
     dsn = "the database, or several, by semicolons or repeated; else DATABASE_URL, else libpq's variables"

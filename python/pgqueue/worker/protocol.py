@@ -109,10 +109,7 @@ def progress(conn: Connection, attempts: Sequence[Attempt]) -> None:
 
 
 def finish(conn: Connection, attempts: Sequence[Attempt]) -> dict[int, str]:
-    """End attempts by pgqueue.finish(), and return statuses by the id of the job.
-
-    Jobs that were to complete, and did, may be missing.
-    """
+    """End attempts by pgqueue.finish(), and return statuses by job; those of jobs that completed may be missing."""
     outcomes = [a.outcome for a in attempts]
     has_text = any(o.text is not None for o in outcomes)
     texts = to_array(o.text for o in outcomes) if has_text else None

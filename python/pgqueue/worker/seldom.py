@@ -58,10 +58,7 @@ log.addFilter(fill_in)
 
 
 class Outages:
-    """Says once for all parts of a worker that a server fails, and that it is back.
-
-    `where` says which, if there are several.
-    """
+    """Says once for all parts of a worker that a server (which, if there are several) fails, and that it is back."""
 
     def __init__(self, where: str = "") -> None:
         self._where = where

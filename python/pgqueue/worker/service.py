@@ -1,7 +1,4 @@
-"""A thread of the worker, with a connection that it makes when it is needed.
-
-It makes it again after each outage.
-"""
+"""A thread of the worker, with a connection that it makes when it is needed, and again after each outage."""
 
 import threading
 import time

@@ -125,10 +125,7 @@ class Turns:
         return len(self.executor.waiting) > most
 
     def want(self, held: int, asked: int) -> int:
-        """Say how many jobs to claim: 0 while the finisher has fallen behind.
-
-        `asked` are those that are just being claimed elsewhere.
-        """
+        """Say how many jobs to claim besides those asked for elsewhere: 0 while the finisher has fallen behind."""
         batch, concurrency = self.terms.batch, self.terms.concurrency
         if held > 2 * (batch + concurrency):
             return 0
