@@ -138,15 +138,10 @@ class App:
         """
         if not isinstance(kind, str):
             raise TypeError(f"the kind is missing: @app.job('welcome'), not {kind!r}")
-        policy = Policy(
-            self.timeout if timeout is None else to_timeout(timeout),
-            transaction,
-            max_attempts,
-            to_seconds(retry_base),
-            to_timedelta(retry_cap).total_seconds(),
-            retry_for,
-            give_up_on,
-        )
+        longest = self.timeout if timeout is None else to_timeout(timeout)
+        cap = to_timedelta(retry_cap).total_seconds()
+        retries = max_attempts, to_seconds(retry_base), cap, retry_for, give_up_on
+        policy = Policy(longest, transaction, *retries)
         options: TaskOptions = {
             "queue": queue,
             "max_attempts": max_attempts,

@@ -147,9 +147,8 @@ class _Session:
                     pause = min(1.0, 0.01 + waited / 10)
                 if timeout is not None:
                     if waited >= timeout:
-                        raise TimeoutError(
-                            f"job {job_id} has not ended in {timeout:g} s"
-                        )
+                        said = f"job {job_id} has not ended in {timeout:g} s"
+                        raise TimeoutError(said)
                     pause = min(pause, timeout - waited)
                 # Mostly it is another job's end: all waiting sessions are notified.
                 await self.sleep(pause, deaf=min(pause, 0.1, waited / 10))
