@@ -145,11 +145,10 @@ def refuse(constant: str) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pgqueue", description=__doc__)
-    parser.add_argument(
-        "--dsn",
-        action="append",
-        help="the database; else PGQUEUE_DSN, DATABASE_URL, libpq's variables",
+    about: str | None = (
+        "the database; else PGQUEUE_DSN, DATABASE_URL, libpq's variables"
     )
+    parser.add_argument("--dsn", action="append", help=about)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (arguments, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=DESCRIBED.get(name))

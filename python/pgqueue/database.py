@@ -157,13 +157,12 @@ async def set_up(conn: Any) -> None:
     if not await is_pooled(conn):
         # Compiling a plan takes longer than any of our statements. A short timeout might cancel
         # the same call again and again; a long one is what a worker's deadlines are for.
-        await settled(
-            conn.execute(
-                f"set statement_timeout = 0; set {SEARCH_PATH}; set jit = off;"
-                " set idle_session_timeout = 0;"
-                " set default_transaction_isolation = 'read committed'"
-            )
+        settings = (
+            f"set statement_timeout = 0; set {SEARCH_PATH}; set jit = off;"
+            " set idle_session_timeout = 0;"
+            " set default_transaction_isolation = 'read committed'"
         )
+        await settled(conn.execute(settings))
         conn.prepare_threshold = 0
 
 
