@@ -352,9 +352,7 @@ begin
             select e.batch_id from unnest(ended) as e where e.back_at is null and e.batch_id is not null
         ));
     end if;
-    if pg_sequence_last_value('pgqueue._cell_awaited')
-        > (date_part('epoch', clock_timestamp()) * 1000000)::bigint - 1577836800000000
-    then
+    if pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(clock_timestamp()) then
         perform pgqueue._tell_end(ended);
     end if;
 end;

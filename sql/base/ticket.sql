@@ -56,10 +56,8 @@ begin
     -- start_at: without a ticket nothing waits before this job, unless a ticket was lost.
     values (
         moment, _insert_ticket.at,
-        case when pg_sequence_last_value('pgqueue._cell_groups_slow')
-            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
-            and in_order is not true
-        then moment + interval '1 second' end,
+        case when pg_sequence_last_value('pgqueue._cell_groups_slow') > pgqueue._since_2020(moment) and in_order is not true
+            then moment + interval '1 second' end,
         _insert_ticket.priority, _insert_ticket.queue, _insert_ticket.group_key
     );
     perform pgqueue._list_lane(queue, 1000 + priority);

@@ -61,8 +61,7 @@ begin
     if used <> 0 then
         -- It never is more than a second ahead, except of a clock that was set back; null after a restore.
         if used < 0 and (
-            pg_sequence_last_value('pgqueue._cell_due'::regclass)
-                - ((date_part('epoch', moment) * 1000000)::bigint - 1577836800000000) between 1 and 60000000
+            pg_sequence_last_value('pgqueue._cell_due'::regclass) - pgqueue._since_2020(moment) between 1 and 60000000
         ) is not true then
             moment := pgqueue._look_around_if_due(moment);
         end if;

@@ -54,8 +54,7 @@ begin
                 else (pgqueue._in_force(done.queue, done.kind, done.group_key)).keep_runs
             end;
         end if;
-        is_followed := pg_sequence_last_value('pgqueue._cell_awaited')
-            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+        is_followed := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
         if done.batch_id is not null then
             options := jsonb_build_object('batch_id', done.batch_id);
         end if;

@@ -159,7 +159,7 @@ begin
             position := pg_sequence_last_value(('pgqueue._cell_' || record + 1)::regclass);
         end if;
         if valid_until > 0 and (not is_whole or valid_until & 1 = 1 and num_nonnulls(kinds, paused) > 0) then
-            now_us := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+            now_us := pgqueue._since_2020(moment);
             if valid_until between now_us and now_us + 60000000 then
                 start := timestamptz '2020-01-01 00:00 UTC' + (position >> 12) * interval '1 microsecond';
                 if is_whole then
@@ -254,7 +254,7 @@ begin
     then
         -- So that a job whose enqueue commits within 10 ms is never before the position.
         last := least(case when cardinality(picks) = wanted then last end, moment - interval '10 milliseconds');
-        reached := (date_part('epoch', last) * 1000000)::bigint - 1577836800000000;
+        reached := pgqueue._since_2020(last);
         perform pgqueue._leave_position(
             key, record, position, reached,
             case when reached = position >> 12 then (select j.id from pgqueue.job as j where j.ctid = picks[wanted]) end,
@@ -362,7 +362,7 @@ create or replace function pgqueue._pick_under_cap(
     language plpgsql
 as $$
 declare
-    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    now_us bigint := pgqueue._since_2020(moment);
     since timestamptz;
     room int;
     of_lanes record;

@@ -100,7 +100,7 @@ begin
         end if;
         insert into pgqueue.loose_end (look_at, id, what) values (_suspend.moment, _suspend.job_id, 'wait');
         -- As in _leave_loose_ends, but only after 200 ms: there is nothing to find unless an emit was open.
-        look_at := (date_part('epoch', _suspend.moment) * 1000000)::bigint - 1577836799800000;
+        look_at := pgqueue._since_2020(_suspend.moment) + 200000;
         if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
             perform setval('pgqueue._cell_due', look_at);
         end if;
@@ -207,7 +207,7 @@ begin
         look_at := case when statement_timestamp() > now() then -1000000 else 0 end;
     end if;
     -- As in _leave_loose_ends.
-    look_at := coalesce(look_at, 200000) + (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    look_at := coalesce(look_at, 200000) + pgqueue._since_2020(moment);
     if (pg_sequence_last_value('pgqueue._cell_due') <= look_at) is not true then
         perform setval('pgqueue._cell_due', look_at);
     end if;

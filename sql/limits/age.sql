@@ -14,14 +14,12 @@ create or replace function pgqueue._aged(
     priority int, run_at timestamptz, moment timestamptz, age_after interval
 )
     returns float8
-    language plpgsql
+    language sql
     immutable
 as $$
-begin
-    return priority + coalesce(
+    select priority + coalesce(
         floor(date_part('epoch', moment - run_at) / date_part('epoch', age_after)), 0
-    );
-end;
+    )
 $$;
 
 -- The latest run_at with which a job of priority is served before, or at the same time as, a job of priority

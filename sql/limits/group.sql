@@ -242,7 +242,7 @@ create or replace function pgqueue._pick_plain_groups(
 as $$
 declare
     key bigint := hashtextextended(concat(queue, kinds) collate "default", lane);
-    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    now_us bigint := pgqueue._since_2020(moment);
     tag bigint := (key >> 20 & 4095) << 51;
     record int := (key & 15) * 2;
     valid_until bigint := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # tag;
@@ -394,7 +394,7 @@ create or replace function pgqueue._sweep_groups_if_due(moment timestamptz, new_
     language plpgsql
 as $$
 declare
-    now_us bigint := (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000;
+    now_us bigint := pgqueue._since_2020(moment);
 begin
     -- It is due now, or so far ahead that it comes from another clock.
     if (pg_sequence_last_value('pgqueue._cell_groups_due'::regclass) between now_us and now_us + 60000000) is not true then

@@ -286,10 +286,8 @@ MUTANTS = [
     Mutant(
         "a new ticket begins at its own job, whatever waits",
         "base/ticket.sql",
-        """case when pg_sequence_last_value('pgqueue._cell_groups_slow')
-            > (date_part('epoch', moment) * 1000000)::bigint - 1577836800000000
-            and in_order is not true
-        then moment + interval '1 second' end,""",
+        """case when pg_sequence_last_value('pgqueue._cell_groups_slow') > pgqueue._since_2020(moment) and in_order is not true
+            then moment + interval '1 second' end,""",
         "moment + interval '1 second',",
         ("O",),
     ),
