@@ -249,33 +249,6 @@ begin
 end;
 $$;
 
--- The same for groups that have a keep_dead of their own.
-create or replace function pgqueue._dead_kinds_of_groups()
-    returns table (queue text, kind text, oldest timestamptz, group_key text)
-    language plpgsql
-    stable
-as $$
-begin
-    return query
-    with recursive step (queue, kind, oldest, group_key) as (
-        select distinct '', '', null::timestamptz, q.group_key
-        from pgqueue.queue as q
-        where q.keep_dead is not null and q.group_key <> ''
-        union all
-        select n.*
-        from step as s
-        cross join lateral (
-            select d.queue, d.kind, d.died_at, d.group_key
-            from pgqueue.dead_job as d
-            where d.group_key = s.group_key and (d.queue, d.kind) > (s.queue, s.kind)
-            order by d.queue, d.kind, d.died_at
-            limit 1
-        ) as n
-    )
-    select s.* from step as s where s.oldest is not null;
-end;
-$$;
-
 -- Deletes at most 10,000 dead jobs that have been kept for keep_dead, for each kind the oldest first;
 -- returns how many. Locked ones are left for the next call.
 create or replace function pgqueue._forget_dead()
@@ -295,11 +268,27 @@ begin
         return 0;
     end if;
     for given in
+        -- As in _dead_kinds, for groups that have a keep_dead of their own.
+        with recursive step (queue, kind, oldest, group_key) as (
+            select distinct '', '', null::timestamptz, q.group_key
+            from pgqueue.queue as q
+            where q.keep_dead is not null and q.group_key <> ''
+            union all
+            select n.*
+            from step as s
+            cross join lateral (
+                select d.queue, d.kind, d.died_at, d.group_key
+                from pgqueue.dead_job as d
+                where d.group_key = s.group_key and (d.queue, d.kind) > (s.queue, s.kind)
+                order by d.queue, d.kind, d.died_at
+                limit 1
+            ) as n
+        )
         select u.*, moment - (pgqueue._in_force(u.queue, u.kind, u.group_key)).keep_dead as died_by
         from (
             select k.*, null as group_key from pgqueue._dead_kinds() as k
             union all
-            select g.* from pgqueue._dead_kinds_of_groups() as g
+            select s.* from step as s where s.oldest is not null
         ) as u
         -- Settings are read only where some job's time may be over.
         where u.oldest <= latest
