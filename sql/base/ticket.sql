@@ -468,10 +468,9 @@ $$;
 -- for each priority.
 create or replace function pgqueue._group_lanes(start bigint, most int)
     returns table (hash bigint, queue text, group_key text, priority int)
-    language plpgsql
+    language sql
+    stable
 as $$
-begin
-    return query
     with recursive lane (hash, below, queue, group_key) as (
         values (start, -1000, null::text, null::text)
         union all
@@ -486,8 +485,7 @@ begin
             limit 1
         ) as n
     )
-    select l.hash, l.queue, l.group_key, -l.below from lane as l where l.group_key is not null limit most;
-end;
+    select l.hash, l.queue, l.group_key, -l.below from lane as l where l.group_key is not null limit most
 $$;
 
 -- Of tickets that may be copies, keeps the earliest for each group and priority, and recent ones while filtered

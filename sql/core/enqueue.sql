@@ -670,7 +670,6 @@ declare
     ids bigint[];
     had bigint[];
     given record;
-    job_id bigint;
 begin
     if pg_sequence_last_value('pgqueue.used_seq'::regclass)
         >> (hashtext(queue collate "default") & 255) % 63 & 1 = 1
@@ -737,12 +736,10 @@ begin
         where g.id is null
         order by g.unique_key collate "default", g.place
     loop
-        job_id := coalesce(given.had, pgqueue.enqueue(
-            queue, given.payload, kind, priority, run_at, max_attempts,
-            given.unique_key, on_duplicate, given.group_key, headers,
-            expires_at => expires_at, batch_id => batch_id
+        ids[given.place] := coalesce(given.had, pgqueue.enqueue(
+            queue, given.payload, kind, priority, run_at, max_attempts, given.unique_key, on_duplicate,
+            given.group_key, headers, expires_at => expires_at, batch_id => batch_id
         ));
-        ids[given.place] := job_id;
     end loop;
     return query select i.id from unnest(ids) with ordinality as i (id, place) order by i.place;
 end;
