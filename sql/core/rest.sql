@@ -130,45 +130,37 @@ begin
 end;
 $$;
 
--- How long until the next loose end is due; null for never.
-create or replace function pgqueue._until_loose_end(moment timestamptz)
-    returns interval
-    language plpgsql
-as $$
-begin
-    if pg_relation_size('pgqueue.loose_end') = 0 then
-        return null;
-    end if;
-    -- If a due one is locked, another session is looking at it.
-    if current_setting('transaction_read_only') = 'off' then
-        perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
-        if found then
-            return interval '0';
-        end if;
-    end if;
-    return (
-        select greatest(min(first.look_at) - moment, interval '200 milliseconds')
-        from (values (false), (true)) as n (is_new)
-        cross join lateral (
-            select l.look_at
-            from pgqueue.loose_end as l
-            where (l.what = 'new') = n.is_new
-            order by l.look_at
-            limit 1
-        ) as first
-        having count(*) > 0
-    );
-end;
-$$;
-
 -- How long until a schedule of one of these queues, or a loose end, is due; null for never.
 create or replace function pgqueue._until_slot(queues text[], moment timestamptz)
     returns interval
     language plpgsql
     set enable_sort = off
 as $$
+declare
+    until interval;
 begin
-    return least(pgqueue._until_loose_end(moment), (
+    if pg_relation_size('pgqueue.loose_end') > 0 then
+        -- If a due one is locked, another session is looking at it.
+        if current_setting('transaction_read_only') = 'off' then
+            perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
+            if found then
+                return interval '0';
+            end if;
+        end if;
+        until := (
+            select greatest(min(first.look_at) - moment, interval '200 milliseconds')
+            from (values (false), (true)) as n (is_new)
+            cross join lateral (
+                select l.look_at
+                from pgqueue.loose_end as l
+                where (l.what = 'new') = n.is_new
+                order by l.look_at
+                limit 1
+            ) as first
+            having count(*) > 0
+        );
+    end if;
+    return least(until, (
         -- If a due one was not fired, another session is firing it.
         select case when min(d.due_at) <= moment then interval '50 milliseconds' else min(d.due_at) - moment end
         from unnest(queues) as q (name)

@@ -908,9 +908,8 @@ begin
                 e.extversion, pgqueue.version(), coalesce(a.default_version, 'none')
             ),
             case
-                when a.default_version = e.extversion then 'alter extension pgqueue update'
                 -- Without its files, or with older ones, there is no way; as after a failover to a server without them.
-                when a.name is null or not exists (
+                when a.default_version is distinct from e.extversion and not exists (
                     select from pg_extension_update_paths(a.name) as u
                     where u.source = e.extversion and u.target = a.default_version and u.path <> ''
                 ) then format('put the files of version %s on this server', e.extversion)
