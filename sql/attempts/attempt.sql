@@ -12,8 +12,7 @@ begin
     -- delay, at random: jobs that failed together must not come back together.
     return make_interval(secs => (0.5 + random() / 2) * least(
         extract(epoch from retry_cap)::float8,
-        extract(epoch from retry_base)::float8
-            * power(2::float8, least(greatest(attempt, 1) - 1, 60))
+        extract(epoch from retry_base)::float8 * power(2::float8, least(greatest(attempt, 1) - 1, 60))
     ));
 end;
 $$;
@@ -70,9 +69,8 @@ declare
     today int := floor(date_part('epoch', moment) / 86400)::int;
 begin
     insert into pgqueue.run (
-        slot, attempt, job_id, finished_at, waited, taken,
-        queue, kind, outcome, worker, result, error,
-        payload, headers, options
+        slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result, error, payload,
+        headers, options
     )
     select
         (today + settings.keep_runs) % 16,
@@ -419,8 +417,7 @@ begin
         worker = null,
         progress = null,
         errors = pgqueue._add_error(j, e.error, _end.moment, e.outcome <> 'released')
-    from unnest(_end.picks, _end.outcomes, _end.errors, _end.run_ats)
-        as e (place, outcome, error, run_at)
+    from unnest(_end.picks, _end.outcomes, _end.errors, _end.run_ats) as e (place, outcome, error, run_at)
     where j.ctid = e.place and e.outcome in ('retry', 'expired', 'released');
     perform pgqueue._after_end(ended, is_in_chain);
 end;
@@ -467,8 +464,7 @@ begin
                 else 'expired'
             end as outcome
         from pgqueue.job as j
-        where j.ctid = any (_expire.picks)
-            and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _expire.moment
+        where j.ctid = any (_expire.picks) and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _expire.moment
     ) as e;
     perform pgqueue._end(ended.picks, ended.outcomes, ended.errors, null, moment);
     return coalesce(cardinality(ended.picks), 0);

@@ -49,11 +49,7 @@ exception when sqlstate 'PQ000' then
 end;
 $$;
 
-create or replace function pgqueue.extend(
-    job_ids bigint[],
-    tokens bigint[],
-    lease interval default null
-)
+create or replace function pgqueue.extend(job_ids bigint[], tokens bigint[], lease interval default null)
     returns table (job_id bigint, status text)
     language plpgsql
     security definer

@@ -100,17 +100,8 @@ $$;
 
 -- Refuses arguments that enqueue cannot take; null passes, except for the queue.
 create or replace function pgqueue._check_job(
-    queue text,
-    kind text,
-    priority int,
-    run_at timestamptz,
-    max_attempts int,
-    unique_key text,
-    on_duplicate text,
-    group_key text,
-    headers jsonb,
-    unique_for interval default null,
-    expires_at timestamptz default null
+    queue text, kind text, priority int, run_at timestamptz, max_attempts int, unique_key text, on_duplicate text,
+    group_key text, headers jsonb, unique_for interval default null, expires_at timestamptz default null
 )
     returns text[]
     language plpgsql
@@ -120,8 +111,7 @@ begin
     return case
         when (octet_length(queue) between 1 and 200) is not true then pgqueue._bad_name('queue', queue)
         when octet_length(kind) not between 1 and 200 then pgqueue._bad_name('kind', kind)
-        when octet_length(unique_key) not between 1 and 200
-            then pgqueue._bad_name('unique_key', unique_key)
+        when octet_length(unique_key) not between 1 and 200 then pgqueue._bad_name('unique_key', unique_key)
         when octet_length(group_key) not between 1 and 200 then pgqueue._bad_name('group_key', group_key)
         when max_attempts < 1 then array[
             'max_attempts must be at least 1', format('It is %s.', max_attempts),
@@ -182,9 +172,7 @@ begin
             coalesce('It has ' || array_ndims(payloads) || ' dimensions.', 'It is null.'),
             'Pass one payload for each job.'
         ];
-    elsif cardinality(unique_keys) <> cardinality(payloads)
-        or cardinality(group_keys) <> cardinality(payloads)
-    then
+    elsif cardinality(unique_keys) <> cardinality(payloads) or cardinality(group_keys) <> cardinality(payloads) then
         return array[
             'unique_keys and group_keys must be as long as payloads',
             format(
@@ -589,8 +577,7 @@ begin
             end,
             'To wait for many jobs, use a batch.'
         ]
-        when unknown is not null
-            then pgqueue._not_found('job', unknown, 'after takes ids that enqueue has returned.')
+        when unknown is not null then pgqueue._not_found('job', unknown, 'after takes ids that enqueue has returned.')
         when batch_id is not null then array[
             'after takes jobs, not batches', format('%s is a batch.', batch_id),
             'The callback of the batch can enqueue what comes after it.'

@@ -63,9 +63,7 @@ create or replace function pgqueue._believed_until(began timestamptz, at_least i
     language plpgsql
 as $$
 begin
-    return clock_timestamp() + least(
-        greatest(at_least, 20 * (clock_timestamp() - began)), interval '1 minute'
-    );
+    return clock_timestamp() + least(greatest(at_least, 20 * (clock_timestamp() - began)), interval '1 minute');
 end;
 $$;
 
@@ -249,9 +247,7 @@ begin
     own := pgqueue._record(hashtextextended(queue collate "default", 9999));
     if how in (1, 3) then
         perform setval(('pgqueue._cell_' || own.record + 1)::regclass, bit_or(c.code << 9 * (c.nth - 1)::int))
-        from (
-            select u.code, row_number() over (order by u.code & 255 desc) as nth from unnest(codes) as u (code)
-        ) as c
+        from (select u.code, row_number() over (order by u.code & 255 desc) as nth from unnest(codes) as u (code)) as c
         where c.nth <= 7;
     end if;
     perform setval(
@@ -281,8 +277,7 @@ begin
     -- As in _record, for the first one.
     key := hashtextextended(queue collate "default", 9999);
     record := (key & 15) * 2;
-    valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0)
-        # (key >> 20 & 4095) << 51;
+    valid_until := nullif(pg_sequence_last_value(('pgqueue._cell_' || record)::regclass), 0) # (key >> 20 & 4095) << 51;
     if (valid_until between 0 and 2251799813685247) is not true then
         own := pgqueue._record(key);
         record := own.record;
@@ -340,9 +335,7 @@ begin
     then
         return;
     end if;
-    perform pgqueue._note_lanes(
-        queue, pgqueue._noted_lanes(queue, clock_timestamp()) || lane, clock_timestamp()
-    );
+    perform pgqueue._note_lanes(queue, pgqueue._noted_lanes(queue, clock_timestamp()) || lane, clock_timestamp());
 end;
 $$;
 

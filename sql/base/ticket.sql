@@ -216,8 +216,7 @@ begin
         -- Another session has these locked, and may see the group as it was before.
         insert into pgqueue.ticket (at, priority, queue, group_key)
         select moment, b.priority, b.queue, b.key
-        from unnest(blocked.tids, blocked.priorities, blocked.all_queues, blocked.keys)
-            as b (tid, priority, queue, key)
+        from unnest(blocked.tids, blocked.priorities, blocked.all_queues, blocked.keys) as b (tid, priority, queue, key)
         where b.tid <> all (locked);
     end if;
     perform pgqueue._wake(q.name) from unnest(blocked.queues) as q (name);
@@ -499,9 +498,7 @@ declare
     are_asked_for boolean := coalesce(
         pg_sequence_last_value('pgqueue._cell_groups_vain') > pgqueue._since_2020(moment), false
     );
-    locked tid[] := array(
-        select t.ctid from pgqueue.ticket as t where t.ctid = any (tickets) for update skip locked
-    );
+    locked tid[] := array(select t.ctid from pgqueue.ticket as t where t.ctid = any (tickets) for update skip locked);
 begin
     insert into pgqueue.ticket (at, priority, queue, group_key)
     select moment, t.priority, t.queue, t.group_key
@@ -535,9 +532,7 @@ create or replace function pgqueue._sweep_some(most int)
 as $$
 declare
     moment timestamptz := clock_timestamp();
-    start bigint := coalesce(
-        pg_sequence_last_value('pgqueue._cell_groups_swept'::regclass), -9223372036854775808
-    );
+    start bigint := coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept'::regclass), -9223372036854775808);
     swept record;
 begin
     select
@@ -568,8 +563,7 @@ begin
             count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,
             string_agg(t.ctid::text, ' ') as tids
         from pgqueue.ticket as t
-        where f.at is not null
-            and pgqueue._is_ticket_of(t, l.queue, l.group_key) and t.priority + 0 = l.priority
+        where f.at is not null and pgqueue._is_ticket_of(t, l.queue, l.group_key) and t.priority + 0 = l.priority
     ) as t;
     -- Next time start with the last group again: it may have seen only some of its priorities.
     if cardinality(swept.hashes) = most then

@@ -97,9 +97,7 @@ begin
     -- Compared as texts of equal length: a cast might fail on a value that the user has set.
     if current_setting('pgqueue.parked') = 'resting' then
         perform set_config('pgqueue.parked', pgqueue._since_2020(moment)::text, false);
-    elsif current_setting('pgqueue.parked')
-        < pgqueue._since_2020(moment - interval '100 milliseconds')::text
-    then
+    elsif current_setting('pgqueue.parked') < pgqueue._since_2020(moment - interval '100 milliseconds')::text then
         perform pgqueue._unpark();
     end if;
 end;
@@ -190,10 +188,7 @@ begin
     for of_jobs in
         select distinct (e.id & 255)::int as fold, e.queue from unnest(ended) as e where e.back_at is null
     loop
-        if (
-            pg_try_advisory_lock(7366516, of_jobs.fold)
-            and pg_advisory_unlock(7366516, of_jobs.fold)
-        ) is not true then
+        if (pg_try_advisory_lock(7366516, of_jobs.fold) and pg_advisory_unlock(7366516, of_jobs.fold)) is not true then
             perform pgqueue._notify(of_jobs.queue, 'end');
         end if;
     end loop;

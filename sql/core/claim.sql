@@ -108,9 +108,7 @@ begin
             has_one_each := cardinality(of_lanes.permits) = cardinality(picks);
         end if;
         if picks is null then
-            of_lanes := pgqueue._pick_capped(
-                queue, kinds, paused, max_jobs, moment, settings, new_token
-            );
+            of_lanes := pgqueue._pick_capped(queue, kinds, paused, max_jobs, moment, settings, new_token);
             picks := of_lanes.picks;
         end if;
         if picks = '{}' then
@@ -307,9 +305,7 @@ declare
         end,
         pgqueue._check_claim(queues[1], worker, max_jobs, lease),
         -- It is one page as long as nobody's access is limited.
-        case when pg_relation_size('pgqueue.access_queue_idx') > 8192
-            then pgqueue._check_access('worker', queues)
-        end
+        case when pg_relation_size('pgqueue.access_queue_idx') > 8192 then pgqueue._check_access('worker', queues) end
     ));
     wanted int := coalesce(max_jobs, 1);
     turn record;

@@ -44,12 +44,7 @@ $$;
 -- Does what on_duplicate says for an enqueue whose key is taken. Returns the id of the job that has the key, or
 -- null if the caller must look again.
 create or replace function pgqueue._on_duplicate(
-    queue text,
-    unique_key text,
-    on_duplicate text,
-    payload jsonb,
-    priority int,
-    run_at timestamptz,
+    queue text, unique_key text, on_duplicate text, payload jsonb, priority int, run_at timestamptz,
     expires_at timestamptz
 )
     returns bigint
@@ -83,9 +78,7 @@ begin
         return present.id;
     elsif present.lease_expires_at <= moment then
         -- Its worker is dead, and the job may be dead as well: end that attempt, then look again.
-        picks := array(
-            select j.ctid from pgqueue.job as j where j.id = present.id for update skip locked
-        );
+        picks := array(select j.ctid from pgqueue.job as j where j.id = present.id for update skip locked);
         if pgqueue._expire(picks, moment) > 0 then
             return null;
         end if;
@@ -186,10 +179,7 @@ declare
 begin
     loop
         insert into pgqueue.recent_key as k (job_id, expires_at, queue, unique_key)
-        values (
-            _begin_window.job_id, _begin_window.expires_at,
-            _begin_window.queue, _begin_window.unique_key
-        )
+        values (_begin_window.job_id, _begin_window.expires_at, _begin_window.queue, _begin_window.unique_key)
         on conflict (queue, unique_key) do update
         set job_id = excluded.job_id, expires_at = excluded.expires_at
         where k.expires_at <= clock_timestamp();
@@ -340,8 +330,7 @@ begin
         end if;
         loop
             insert into pgqueue.job as j (
-                run_at, enqueued_at, priority, max_attempts,
-                queue, kind, unique_key, group_key, terms, payload, headers
+                run_at, enqueued_at, priority, max_attempts, queue, kind, unique_key, group_key, terms, payload, headers
             )
             values (
                 coalesce(enqueue.run_at, moment), moment, coalesce(enqueue.priority, 0),
@@ -460,9 +449,8 @@ $$;
 -- if, with error, any key is taken: adding that one after the keys behind it could deadlock. The caller then
 -- enqueues all of them one by one, in the order of their keys.
 create or replace function pgqueue._insert_keyed(
-    queue text, payloads jsonb[], kind text, priority int, run_at timestamptz,
-    max_attempts int[], unique_keys text[], on_duplicate text, group_keys text[], headers jsonb,
-    moment timestamptz, terms pgqueue._terms
+    queue text, payloads jsonb[], kind text, priority int, run_at timestamptz, max_attempts int[], unique_keys text[],
+    on_duplicate text, group_keys text[], headers jsonb, moment timestamptz, terms pgqueue._terms
 )
     returns bigint[]
     language plpgsql
@@ -474,9 +462,7 @@ declare
     is_locking boolean := coalesce(on_duplicate in ('replace', 'postpone'), false);
     -- Ids are drawn in the order of the input, but rows are written in the order of the keys,
     -- so that two calls with the same keys may wait for each other but cannot deadlock.
-    ids bigint[] := array(
-        select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads))
-    );
+    ids bigint[] := array(select nextval('pgqueue.job_id_seq') from generate_series(1, cardinality(payloads)));
     present bigint[];
     added bigint[];
     had bigint[];
@@ -698,21 +684,16 @@ begin
     if unique_keys is null and batch_id is null then
         return query
         insert into pgqueue.job as j (
-            run_at, enqueued_at, priority, max_attempts,
-            queue, kind, group_key, terms, payload, headers
+            run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, terms, payload, headers
         )
         -- A microsecond apart, so that a claim's position can fall between any two jobs.
         select
-            coalesce(
-                enqueue_many.run_at,
-                moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
-            ),
+            coalesce(enqueue_many.run_at, moment - (cardinality(payloads) - g.place) * interval '1 microsecond'),
             moment, coalesce(enqueue_many.priority, 0),
             coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts, 20),
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),
             g.group_key, terms, coalesce(g.payload, '{}'), enqueue_many.headers
-        from unnest(payloads, group_keys, own_attempts) with ordinality
-            as g (payload, group_key, max_attempts, place)
+        from unnest(payloads, group_keys, own_attempts) with ordinality as g (payload, group_key, max_attempts, place)
         returning j.id;
         return;
     end if;

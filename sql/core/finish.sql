@@ -78,8 +78,7 @@ begin
         end if;
     end if;
     insert into pgqueue.run (
-        slot, attempt, job_id, finished_at, waited, taken,
-        queue, kind, outcome, worker, result, options
+        slot, attempt, job_id, finished_at, waited, taken, queue, kind, outcome, worker, result, options
     )
     select
         (floor(date_part('epoch', moment) / 86400)::int + coalesce(keep_runs, 7)) % 16,
@@ -95,11 +94,7 @@ comment on function pgqueue.complete(bigint, bigint, jsonb) is
 they commit together; without the lease both roll back.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED.';
 
-create or replace function pgqueue.complete_many(
-    job_ids bigint[],
-    tokens bigint[],
-    results jsonb[] default null
-)
+create or replace function pgqueue.complete_many(job_ids bigint[], tokens bigint[], results jsonb[] default null)
     returns setof bigint
     language plpgsql
     security definer
@@ -198,9 +193,7 @@ begin
         perform pgqueue._after_end(followed);
     elsif followed is not null then
         -- The only step of _after_end that applies.
-        perform pgqueue._return_permits(
-            array_agg(e.permits[1]), done_ids, array_agg(e.queue), array_agg(e.group_key)
-        )
+        perform pgqueue._return_permits(array_agg(e.permits[1]), done_ids, array_agg(e.queue), array_agg(e.group_key))
         from unnest(followed) as e;
     end if;
     return query select unnest(done_ids);
@@ -255,11 +248,7 @@ used to find and log it.
 Raises PQ002 when the lease is lost, 25001 outside READ COMMITTED, 22023 (bad
 argument).';
 
-create or replace function pgqueue.release(
-    job_ids bigint[],
-    tokens bigint[],
-    run_at timestamptz default null
-)
+create or replace function pgqueue.release(job_ids bigint[], tokens bigint[], run_at timestamptz default null)
     returns setof bigint
     language plpgsql
     security definer

@@ -82,12 +82,8 @@ begin
         )
         select f.found, l.run_at, l.id
         into step
-        from (
-            select count(*)::int as found from (select from looked as l where l.is_wanted limit wanted) as w
-        ) as f
-        left join lateral (
-            select l.run_at, l.id from looked as l where f.found = 0 offset 9999
-        ) as l on true;
+        from (select count(*)::int as found from (select from looked as l where l.is_wanted limit wanted) as w) as f
+        left join lateral (select l.run_at, l.id from looked as l where f.found = 0 offset 9999) as l on true;
         exit when step.run_at is null;
         has_skipped := true;
         start := step.run_at;
@@ -224,8 +220,7 @@ begin
         if may_be_over then
             select min(j.run_at) into over_at
             from pgqueue.job as j
-            where j.ctid = any (picks)
-                and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _pick.moment;
+            where j.ctid = any (picks) and coalesce(j.lease_expires_at, (j.terms).expires_at) <= _pick.moment;
             if over_at is not null then
                 -- Walk again: jobs that come back are at the same place as before.
                 perform pgqueue._recover(queue, lane, picks, over_at, moment);
@@ -324,9 +319,7 @@ begin
                 job_of := job_of || of_groups.job_of;
                 permits := permits || of_groups.permits;
             else
-                picks := picks || pgqueue._pick(
-                    queue, kinds, paused, lane, wanted, moment, is_whole, taken
-                );
+                picks := picks || pgqueue._pick(queue, kinds, paused, lane, wanted, moment, is_whole, taken);
             end if;
             exit when cardinality(picks) = max_jobs;
         end loop;
@@ -345,9 +338,7 @@ begin
         shares := null;
         is_whole := true;
     end loop;
-    if live is not null
-        and (picks <> '{}' or clock_timestamp() > moment + interval '5 milliseconds')
-    then
+    if live is not null and (picks <> '{}' or clock_timestamp() > moment + interval '5 milliseconds') then
         perform pgqueue._note_lanes(queue, live, moment);
     end if;
 end;

@@ -86,9 +86,7 @@ end;
 $$;
 
 -- _until_due under the caps of a queue: also considers when a full cap has a free permit again.
-create or replace function pgqueue._until_room(
-    queue text, kinds text[], paused jsonb, moment timestamptz
-)
+create or replace function pgqueue._until_room(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
 as $$
@@ -122,9 +120,7 @@ begin
         ) - moment;
     end if;
     if (room.jobs = 0) is not true then
-        until := least(
-            until, pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment)
-        );
+        until := least(until, pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment));
     end if;
     return case when until < '0' then '0' else until end;
 end;
@@ -230,9 +226,7 @@ begin
 end;
 $$;
 
-create or replace function pgqueue.rest(
-    queues text[], kinds text[] default null, park boolean default true
-)
+create or replace function pgqueue.rest(queues text[], kinds text[] default null, park boolean default true)
     returns interval
     language plpgsql
     security definer
@@ -283,9 +277,7 @@ begin
         select case when s.has_pauses then pgqueue._paused(q.name, s.paused) end as paused offset 0
     ) as p
     where not s.paused or p.paused is not null;
-    pause := least(
-        pause, pgqueue._until_slot(queues, moment), case when not is_swept then interval '1 second' end
-    );
+    pause := least(pause, pgqueue._until_slot(queues, moment), case when not is_swept then interval '1 second' end);
     if not is_quiet then
         -- Sleep at least 40 times as long as this look took: with a claim each time, that is a twentieth.
         pause := least(pause, interval '5 seconds', greatest(

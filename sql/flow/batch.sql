@@ -171,9 +171,7 @@ declare
     batch_id bigint := nextval('pgqueue.job_id_seq');
 begin
     perform pgqueue._look_from_now_on();
-    insert into pgqueue.batch as b (
-        id, created_at, priority, max_attempts, queue, kind, group_key, payload, headers
-    )
+    insert into pgqueue.batch as b (id, created_at, priority, max_attempts, queue, kind, group_key, payload, headers)
     values (
         batch_id, clock_timestamp(), create_batch.priority, create_batch.max_attempts,
         create_batch.queue, create_batch.kind, create_batch.group_key,

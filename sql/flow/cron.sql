@@ -26,9 +26,7 @@ declare
     last int;
 begin
     for part in
-        select regexp_match(
-            p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,3}))?$'
-        )
+        select regexp_match(p.part, '^(?:([*])|([0-9]{1,2}|[a-z]{3})(?:-([0-9]{1,2}|[a-z]{3}))?)(?:/([0-9]{1,3}))?$')
         from regexp_split_to_table(lower(field collate "C"), ',') as p (part)
     loop
         -- The first name stands for low.
@@ -83,9 +81,7 @@ begin
         pgqueue._cron_values(fields[1], 0, 59, null),
         pgqueue._cron_values(fields[2], 0, 23, null),
         pgqueue._cron_values(fields[3], 1, 31, null),
-        pgqueue._cron_values(
-            fields[4], 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'
-        ),
+        pgqueue._cron_values(fields[4], 1, 12, '{jan,feb,mar,apr,may,jun,jul,aug,sep,oct,nov,dec}'),
         pgqueue._cron_values(fields[5], 0, 7, '{sun,mon,tue,wed,thu,fri,sat}'),
         fields[3] not like '*%' and fields[5] not like '*%'
     )::pgqueue._cron;

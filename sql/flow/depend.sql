@@ -437,9 +437,7 @@ begin
         -- end.
         perform pgqueue._leave_loose_ends(array_agg(l.id), 'new', interval '1 second')
         from unnest(living) as l (id)
-        where (
-            select j.xmin = pg_current_xact_id()::xid from pgqueue.job as j where j.id = l.id
-        ) is not true;
+        where (select j.xmin = pg_current_xact_id()::xid from pgqueue.job as j where j.id = l.id) is not true;
     end if;
 end;
 $$;

@@ -18,9 +18,7 @@ create or replace function pgqueue._next_slot(schedule pgqueue.schedule, after t
 as $$
 begin
     return case when schedule.every is null
-        then coalesce(
-            pgqueue._slot_after(pgqueue._read_cron(schedule.cron), schedule.timezone, after), 'infinity'
-        )
+        then coalesce(pgqueue._slot_after(pgqueue._read_cron(schedule.cron), schedule.timezone, after), 'infinity')
         -- The origin is a Monday, so that weeks begin on Mondays.
         else date_bin(schedule.every, after, '1970-01-05 00:00 UTC') + schedule.every
     end;
@@ -212,9 +210,7 @@ declare
         pgqueue._check_access('scheduler', array[queue]),
         case when cron is not null then pgqueue._check_cron(cron collate "C") end,
         pgqueue._check_timezone(timezone),
-        pgqueue._check_payload(
-            payload, (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes
-        )
+        pgqueue._check_payload(payload, (pgqueue._in_force(queue, coalesce(kind, queue), group_key)).max_payload_bytes)
     ));
     moment timestamptz := clock_timestamp();
     caller text := pgqueue._caller();

@@ -10,16 +10,12 @@
 -- latest run_at among those served before it.
 
 -- The effective priority of a job that has been due since run_at; its own if nothing ages.
-create or replace function pgqueue._aged(
-    priority int, run_at timestamptz, moment timestamptz, age_after interval
-)
+create or replace function pgqueue._aged(priority int, run_at timestamptz, moment timestamptz, age_after interval)
     returns float8
     language sql
     immutable
 as $$
-    select priority + coalesce(
-        floor(date_part('epoch', moment - run_at) / date_part('epoch', age_after)), 0
-    )
+    select priority + coalesce(floor(date_part('epoch', moment - run_at) / date_part('epoch', age_after)), 0)
 $$;
 
 -- The latest run_at with which a job of priority is served before, or at the same time as, a job of priority

@@ -15,9 +15,7 @@ begin
     if kinds is null then
         return coalesce(caps, '{}');
     end if;
-    return array(
-        select row(c.*)::pgqueue._cap from unnest(caps) as c where c.kind = '' or c.kind = any (kinds)
-    );
+    return array(select row(c.*)::pgqueue._cap from unnest(caps) as c where c.kind = '' or c.kind = any (kinds));
 end;
 $$;
 
@@ -226,9 +224,7 @@ begin
         return true;
     end if;
     -- For the next claim: this one may not take permits that it has created.
-    perform pgqueue._make_permits(
-        queue, array_agg(caps[f.cap]), array_agg((caps[f.cap]).most), 1000
-    )
+    perform pgqueue._make_permits(queue, array_agg(caps[f.cap]), array_agg((caps[f.cap]).most), 1000)
     from unnest(full_caps) as f (cap);
     return false;
 end;

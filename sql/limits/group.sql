@@ -149,8 +149,7 @@ $$;
 -- Relies on the planner settings of _pick_groups.
 create or replace function pgqueue._next_tickets(
     queue text, priority int, start timestamptz, upto timestamptz, most int, may_hold boolean, moment timestamptz,
-    out tids tid[], out keys text[], out served int[], out starts timestamptz[],
-    out ats timestamptz[], out others int
+    out tids tid[], out keys text[], out served int[], out starts timestamptz[], out ats timestamptz[], out others int
 )
     language plpgsql
 as $$
@@ -167,9 +166,7 @@ begin
             order by t.at
             limit most
         );
-        free := array(
-            select t.ctid from pgqueue.ticket as t where t.ctid = any (tids) for update skip locked
-        );
+        free := array(select t.ctid from pgqueue.ticket as t where t.ctid = any (tids) for update skip locked);
         select
             array_agg(t.tid order by t.at), array_agg(t.group_key order by t.at), array_agg(0),
             array_agg('-infinity'::timestamptz), array_agg(t.at order by t.at)

@@ -20,9 +20,7 @@
 
 -- Creates permits for each cap, as many as wanted, unless it has enough already (enough null: as many as wanted),
 -- but never more than the cap allows. Returns the groups that got any. They can be taken once this has committed.
-create or replace function pgqueue._make_permits(
-    queue text, caps pgqueue._cap[], wanted int[], enough int default null
-)
+create or replace function pgqueue._make_permits(queue text, caps pgqueue._cap[], wanted int[], enough int default null)
     returns text[]
     language plpgsql
     set plan_cache_mode = force_generic_plan
@@ -45,8 +43,7 @@ begin
             from (
                 select p.place
                 from pgqueue.permit as p
-                where pgqueue._is_permit_of(p, _make_permits.queue, c.kind, c.group_key)
-                    and p.is_rate = c.is_rate
+                where pgqueue._is_permit_of(p, _make_permits.queue, c.kind, c.group_key) and p.is_rate = c.is_rate
                 limit coalesce(enough, wanted[c.nth])
             ) as o
         ) as made
@@ -291,9 +288,7 @@ end;
 $$;
 
 -- Frees permits of rates that were taken before the clock was set back; returns how many.
-create or replace function pgqueue._forget_future(
-    queue text, kind text, group_keys text[], moment timestamptz
-)
+create or replace function pgqueue._forget_future(queue text, kind text, group_keys text[], moment timestamptz)
     returns int
     language plpgsql
 as $$
@@ -532,8 +527,7 @@ begin
     with known as (
         select p.place, p.job_id, p.token
         from pgqueue.permit as p
-        where pgqueue._is_permit_of(p, _count_running.queue, cap.kind, cap.group_key)
-            and not p.is_rate
+        where pgqueue._is_permit_of(p, _count_running.queue, cap.kind, cap.group_key) and not p.is_rate
     ), lacks as (
         select l.*, row_number() over (order by l.id) as nth
         from (
@@ -623,8 +617,7 @@ begin
             )
             offset 0
         ) as j on true
-        where pgqueue._is_permit_of(p, _permits.queue, cap.kind, cap.group_key)
-            and p.is_rate = cap.is_rate
+        where pgqueue._is_permit_of(p, _permits.queue, cap.kind, cap.group_key) and p.is_rate = cap.is_rate
     ) as p;
 end;
 $$;

@@ -173,9 +173,7 @@ end;
 $$;
 
 -- Whether a group has a due job of a higher priority. Relies on the planner settings of _pick_groups.
-create or replace function pgqueue._has_higher(
-    queue text, group_key text, priority int, moment timestamptz
-)
+create or replace function pgqueue._has_higher(queue text, group_key text, priority int, moment timestamptz)
     returns boolean
     language plpgsql
 as $$

@@ -298,9 +298,7 @@ begin
     ('batches', '1 day', null, null, 'batches are closed, and their callbacks enqueued', $$
         with open as (
             select o.*, l.id as job_id, l.touched
-            from (
-                select b.* from pgqueue.batch as b where b.finished_at is null order by b.id limit 1000
-            ) as o
+            from (select b.* from pgqueue.batch as b where b.finished_at is null order by b.id limit 1000) as o
             cross join lateral pgqueue._last_job(o.id, 9223372036854775807) as l
             where coalesce(o.closed_at, o.created_at) < moment - patience
         )
@@ -354,9 +352,7 @@ begin
     ('suspensions', null, 10000, null, 'no suspended job waits beyond its suspend_target', $$
         with old as materialized (
             select j.queue, j.id, w.event, moment - w.since as age
-            from (
-                select w.* from pgqueue.wait as w order by w.job_id limit most
-            ) as w
+            from (select w.* from pgqueue.wait as w order by w.job_id limit most) as w
             cross join lateral (select j.* from pgqueue.job as j where j.id = w.job_id offset 0) as j
             where j.run_at = 'infinity' and j.token is null
         )
@@ -774,9 +770,7 @@ begin
         from pg_class as c
         left join pg_index as i on i.indexrelid = c.oid
         join pg_class as t on t.oid = coalesce(i.indrelid, c.oid)
-        cross join lateral (
-            select greatest(pg_stat_get_live_tuples(t.oid), t.reltuples::bigint, 0) as live
-        ) as r
+        cross join lateral (select greatest(pg_stat_get_live_tuples(t.oid), t.reltuples::bigint, 0) as live) as r
         where c.relnamespace = 'pgqueue'::regnamespace and c.relkind in ('r', 'i')
             and c.relpages * 8192::bigint > most and c.relpages > 20 * r.live
     $$),

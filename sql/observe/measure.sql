@@ -277,9 +277,7 @@ begin
         select f.queue, f.most, (
             select count(*) from (select from pgqueue.dead_job as d where d.queue = f.queue limit f.most + 1) as d
         ) as dead
-        from (
-            select f.*, greatest(20000 / count(*) over (), 20) as most from front as f where f.queue <> ''
-        ) as f
+        from (select f.*, greatest(20000 / count(*) over (), 20) as most from front as f where f.queue <> '') as f
     ), sample as (
         select d.queue, count(*) * pages / 320 as dead
         from pgqueue.dead_job as d tablesample system (least(100, 32000 / greatest(pages, 1))) repeatable (0)
@@ -468,9 +466,7 @@ declare
     pattern text := pgqueue._summary(error);
 begin
     -- Quoted text, but not what stands between two apostrophes within words.
-    pattern := regexp_replace(
-        pattern, '(?<![[:alnum:]_])(''[^'']*''|"[^"]*"|`[^`]*`)(?![[:alnum:]_])', mask, 'g'
-    );
+    pattern := regexp_replace(pattern, '(?<![[:alnum:]_])(''[^'']*''|"[^"]*"|`[^`]*`)(?![[:alnum:]_])', mask, 'g');
     -- E-mail addresses, URLs, paths; then whatever has a digit: 42, job42, 0xff, 10.0.0.1:5432, a UUID.
     pattern := regexp_replace(
         pattern,

@@ -64,9 +64,7 @@ select
         select w.since from pgqueue.wait as w where w.job_id = j.id
     ) end as suspended_at,
     (select s.number from pgqueue.shard as s) as shard
-from (
-    select clock_timestamp() as moment, has_table_privilege('pgqueue.job', 'select') as reads_jobs
-) as c
+from (select clock_timestamp() as moment, has_table_privilege('pgqueue.job', 'select') as reads_jobs) as c
 cross join pgqueue.job as j;
 
 comment on view pgqueue.jobs is
@@ -501,11 +499,7 @@ select
     nullif(c.kind, '') as kind,
     nullif(c.group_key, '') as group_key,
     s.setting, s.value, s.set_for
-from (
-    select q.name, q.kind, q.group_key from pgqueue.queue as q
-    union
-    select '', '', ''
-) as c
+from (select q.name, q.kind, q.group_key from pgqueue.queue as q union select '', '', '') as c
 cross join lateral (
     select distinct on (e.key) e.key as setting, e.value, r.set_for
     from (

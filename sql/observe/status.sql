@@ -265,11 +265,7 @@ begin
     end loop;
     asked := array(
         select u.id
-        from (
-            select unnest(first)
-            union
-            select unnest(of_batch)
-        ) as u (id)
+        from (select unnest(first) union select unnest(of_batch)) as u (id)
         where u.id > coalesce(after_id, 0)
         order by u.id
         limit most
@@ -320,8 +316,7 @@ declare
     is_heard boolean;
 begin
     if (
-        pg_sequence_last_value('pgqueue._cell_awaited')
-            > pgqueue._since_2020(clock_timestamp() + interval '30 seconds')
+        pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(clock_timestamp() + interval '30 seconds')
         and (pg_sequence_last_value('pgqueue.awaited_seq') & bit <> 0) is not false
     ) is not true then
         if current_setting('transaction_read_only') = 'on' then
@@ -397,9 +392,7 @@ begin
     end if;
     return interval '0';
 -- After an interrupted await() the session does not wait for any job.
-exception when query_canceled or lock_not_available or insufficient_resources
-    or program_limit_exceeded
-then
+exception when query_canceled or lock_not_available or insufficient_resources or program_limit_exceeded then
     perform pgqueue._stop_awaiting();
     raise;
 end;

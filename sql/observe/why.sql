@@ -485,8 +485,7 @@ begin
     last := pgqueue._last_run(job_id);
     refused := pgqueue._refuse(case when last.job_id is null then pgqueue._not_found('job', job_id) end);
     return case last.outcome
-        when 'completed' then
-            format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
+        when 'completed' then format('completed at %s on attempt %s', pgqueue._written(last.finished_at), last.attempt)
         when 'cancelled' then concat_ws(
             ': ', 'cancelled at ' || pgqueue._written(last.finished_at), pgqueue._summary(last.result #>> '{}')
         )

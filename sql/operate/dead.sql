@@ -113,15 +113,11 @@ declare
     refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs, error_like => error_like));
 begin
     return query
-    select unnest(pgqueue._end_death(
-        'redrive', queue, kind, error_like, died_after, died_before, max_jobs, dry_run
-    ));
+    select unnest(pgqueue._end_death('redrive', queue, kind, error_like, died_after, died_before, max_jobs, dry_run));
 end;
 $$;
 
-comment on function pgqueue.redrive(
-    text, text, text, timestamptz, timestamptz, int, boolean
-) is
+comment on function pgqueue.redrive(text, text, text, timestamptz, timestamptz, int, boolean) is
 'Sends dead jobs back to work, lowest id first, and returns their ids: same id,
 errors kept, due now, attempts counted from 0 again, without an expires_at. A
 job of an unfinished batch belongs to it again. Filters by queue, kind,
@@ -182,15 +178,11 @@ declare
     refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs, error_like => error_like));
 begin
     return query
-    select unnest(pgqueue._end_death(
-        'discard', queue, kind, error_like, died_after, died_before, max_jobs, dry_run
-    ));
+    select unnest(pgqueue._end_death('discard', queue, kind, error_like, died_after, died_before, max_jobs, dry_run));
 end;
 $$;
 
-comment on function pgqueue.discard_many(
-    text, text, text, timestamptz, timestamptz, int, boolean
-) is
+comment on function pgqueue.discard_many(text, text, text, timestamptz, timestamptz, int, boolean) is
 'Deletes dead jobs for good, lowest id first, and returns their ids; filters and
 dry_run are those of redrive.
 Raises 22023 (bad argument).';

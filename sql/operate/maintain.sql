@@ -256,8 +256,7 @@ begin
     end if;
     select c.* into next
     from pgqueue.cut as c
-    where c.at > first.at
-        and (c.xid <= pg_snapshot_xmin(pg_current_snapshot()) or c.at < moment - interval '5 minutes')
+    where c.at > first.at and (c.xid <= pg_snapshot_xmin(pg_current_snapshot()) or c.at < moment - interval '5 minutes')
     order by c.at desc
     limit 1;
     if found then
@@ -339,9 +338,7 @@ begin
         ('drop tickets', pgqueue._drop_tickets());
     ends := pgqueue._forget_ends();
     return query
-    values
-        ('forget keys', ends.windows),
-        ('forget dead jobs', pgqueue._forget_dead());
+    values ('forget keys', ends.windows), ('forget dead jobs', pgqueue._forget_dead());
     perform pgqueue._count();
     perform pgqueue._repair_settings();
     return query

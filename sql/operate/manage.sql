@@ -129,9 +129,7 @@ begin
 end;
 $$;
 
-comment on function pgqueue.cancel_many(
-    text, text, text, timestamptz, timestamptz, int, boolean, text
-) is
+comment on function pgqueue.cancel_many(text, text, text, timestamptz, timestamptz, int, boolean, text) is
 'Cancels waiting or running jobs, lowest id first, and returns their ids. Filters
 by queue, kind, pattern of the first line of the last error (ILIKE) and time
 of enqueue (from enqueued_after, before enqueued_before); null does not

@@ -280,9 +280,7 @@ begin
 end;
 $$;
 
-create or replace function pgqueue.pause(
-    queue text default null, kind text default null, group_key text default null
-)
+create or replace function pgqueue.pause(queue text default null, kind text default null, group_key text default null)
     returns void
     language plpgsql
     security definer
@@ -304,9 +302,7 @@ group_key, only jobs of that kind or group. Running jobs go on. Overrides
 earlier calls for anything within; after that the most specific call wins.
 Raises 22023 (bad argument), 40001 (settings have changed since the snapshot).';
 
-create or replace function pgqueue.resume(
-    queue text default null, kind text default null, group_key text default null
-)
+create or replace function pgqueue.resume(queue text default null, kind text default null, group_key text default null)
     returns void
     language plpgsql
     security definer

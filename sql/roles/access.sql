@@ -62,8 +62,7 @@ begin
             when is_granted and change.is_function
                 then format('grant execute on routine pgqueue.%I to %I', change.object, role)
             when is_granted then format('grant select on pgqueue.%I to %I', change.object, role)
-            when change.is_function
-                then format('revoke execute on routine pgqueue.%I from %I', change.object, role)
+            when change.is_function then format('revoke execute on routine pgqueue.%I from %I', change.object, role)
             else format('revoke select on pgqueue.%I from %I', change.object, role)
         end;
     end loop;

@@ -449,28 +449,16 @@ select
 from (
     values
         ('paused', 'boolean', 'false', null, null, 'Accepts jobs and hands none out'),
-        (
-            'notify', 'boolean', 'true', null, '{a kind,a group}',
-            'Whether enqueue may send NOTIFY to parked workers'
-        ),
-        (
-            'keep_payloads', 'boolean', 'false', null, null,
-            'Whether run keeps the payloads of jobs that are gone'
-        ),
+        ('notify', 'boolean', 'true', null, '{a kind,a group}', 'Whether enqueue may send NOTIFY to parked workers'),
+        ('keep_payloads', 'boolean', 'false', null, null, 'Whether run keeps the payloads of jobs that are gone'),
         ('max_attempts', 'int', '20', '{1}', null, 'Attempts of a job that gives no number'),
-        (
-            'keep_runs', 'int', '7', '{0,14}', null,
-            'Days to keep finished attempts in run; with 0 none are recorded'
-        ),
+        ('keep_runs', 'int', '7', '{0,14}', null, 'Days to keep finished attempts in run; with 0 none are recorded'),
         ('max_payload_bytes', 'int', null, '{1}', null, 'Largest payload, as Postgres holds it uncompressed'),
         (
             'weight', 'int', '1', '{1,100}', '{a kind,each group}',
             'How many jobs of a group are served for each one of a group of weight 1'
         ),
-        (
-            'group_limit', 'int', null, '{1,1000}', '{a kind,each group}',
-            'How many jobs of a group may run at once'
-        ),
+        ('group_limit', 'int', null, '{1,1000}', '{a kind,each group}', 'How many jobs of a group may run at once'),
         (
             'max_running', 'int', null, '{1,1000}', '{a group}',
             'How many jobs of a queue or kind may run at once; for groups: group_limit'
@@ -479,10 +467,7 @@ from (
             'rate_limit', 'int', null, '{1,1000}', '{a kind and a group together}',
             'How many jobs of a queue, kind or group may begin in any rate_period'
         ),
-        (
-            'lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null,
-            'Lease of a claim that gives none'
-        ),
+        ('lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null, 'Lease of a claim that gives none'),
         (
             'retry_base', 'interval', '5 seconds', '{0,1 year}', null,
             'Delay before the second attempt, doubled each time'
@@ -1015,10 +1000,7 @@ begin
                     'autovacuum_vacuum_cost_delay = 0, vacuum_index_cleanup = on)'
                 ),
                 ('{job,ticket,permit,recent_key}', 'set (vacuum_truncate = off)'),
-                (
-                    '{job,recent_key}',
-                    'set (autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 50000)'
-                ),
+                ('{job,recent_key}', 'set (autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 50000)'),
                 ('{ticket,permit,gone,loose_end,tally,service}', 'replica identity full')
         ) as c (names, what)
         cross join unnest(c.names::text[]) as r (name)
