@@ -5,8 +5,7 @@
 -- Locks: claim, reap and extend skip what is locked and never wait. The functions that end
 -- attempts lock jobs in the order of their ids. So no two of them wait for each other.
 
--- Locks those of these jobs that are leased under their tokens, in the order of their ids, and returns where they
--- are.
+-- Locks those of these jobs that are leased under their tokens, in the order of their ids, and returns where they are.
 create or replace function pgqueue._lock_held(job_ids bigint[], tokens bigint[])
     returns tid[]
     language plpgsql

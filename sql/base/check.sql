@@ -1,9 +1,8 @@
 -- Checks of arguments, and how a call is refused.
 --
--- A check returns what is wrong (message, detail, hint, and the SQLSTATE if it is not 22023),
--- or null. _refuse() raises it. Public functions call it in an assignment, which adds no line of
--- its own to the CONTEXT of the error, so psql shows only two: "_refuse" and the function that was
--- called. A list of checks therefore reads
+-- A check returns what is wrong (message, detail, hint, and the SQLSTATE if it is not 22023), or null. _refuse()
+-- raises it. Public functions call it in an assignment, which adds no line of its own to the CONTEXT of the error, so
+-- psql shows only two: "_refuse" and the function that was called. A list of checks therefore reads
 --
 --     refused boolean := pgqueue._refuse(coalesce(pgqueue._check_this(...), pgqueue._check_that(...)));
 --
@@ -479,8 +478,7 @@ begin
 end;
 $$;
 
--- Whether a queue is one of _own_queues. Compared by bytes: under the caller's collation different names may be
--- equal.
+-- Whether a queue is one of _own_queues. Compared by bytes: under the caller's collation different names may be equal.
 create or replace function pgqueue._is_own(queue text, own text[])
     returns boolean
     language sql

@@ -12,11 +12,10 @@
 -- lanes share, so the check says whether it is this lane's. The lowest bit of "valid until" says that the walk
 -- which left the position was long, more than 5 ms.
 --
--- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says
--- that other lanes have been used. The jobs of groups have lanes of their own, 1000 + priority; the
--- position of such a lane is one among its tickets, and its lowest bits say how often in a row filtered claims
--- (see pick) stopped before the end, or 4095 if they found nothing at all. A queue's own record is hashed with
--- 9999, which is not a lane.
+-- Most queues have one lane, 0, and no record: a bit of lanes_seq, for each fold of their names, says that other lanes
+-- have been used. The jobs of groups have lanes of their own, 1000 + priority; the position of such a lane is one
+-- among its tickets, and its lowest bits say how often in a row filtered claims (see pick) stopped before the end, or
+-- 4095 if they found nothing at all. A queue's own record is hashed with 9999, which is not a lane.
 --
 -- The tag says whose record it is; zero means unused. There are 16 records. The hash of a lane or queue gives it
 -- two to choose from, and it takes the one that expired first; while others use both, it is walked from the
@@ -56,8 +55,7 @@ as $$
     select (date_part('epoch', moment - timestamptz '2020-01-01 00:00 UTC') * 1000000)::bigint
 $$;
 
--- How long the result of a walk stays valid: 20 times as long as it took, so that walks use a twentieth of the
--- time.
+-- How long the result of a walk stays valid: 20 times as long as it took, so that walks use a twentieth of the time.
 create or replace function pgqueue._believed_until(began timestamptz, at_least interval)
     returns timestamptz
     language plpgsql
@@ -454,9 +452,8 @@ begin
 end;
 $$;
 
--- Lets claims know of a job where they would not look at once: outside lane 0, or before the position of its
--- lane. Then the next claim walks from the beginning, unless that is expensive. It is a hint, given before the
--- commit.
+-- Lets claims know of a job where they would not look at once: outside lane 0, or before the position of its lane.
+-- Then the next claim walks from the beginning, unless that is expensive. It is a hint, given before the commit.
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)
     returns void
     language plpgsql

@@ -14,9 +14,8 @@
 -- (7366515 is held by a session that has set a limit, until it commits: see module cap.
 -- 7366516 is held by a session that waits for the end of a job: see module status, and _tell_end.)
 --
--- A notification says in one word what it is for, and nothing about a job: empty means that there may be
--- something to claim, "cancel" that a running job was cancelled, "end" that a job has ended for which a
--- session waits.
+-- A notification says in one word what it is for, and nothing about a job: empty means that there may be something to
+-- claim, "cancel" that a running job was cancelled, "end" that a job has ended for which a session waits.
 --
 -- Any role may take any advisory lock, so nothing here waits for one: a lock that is not free
 -- counts as "somebody is there", which costs a needless NOTIFY or another look. A mere check
@@ -87,8 +86,7 @@ begin
 end;
 $$;
 
--- For a claim that found work: a session that has worked for 100 ms without a rest needs no
--- notifications.
+-- For a claim that found work: a session that has worked for 100 ms without a rest needs no notifications.
 create or replace function pgqueue._unpark_if_busy(moment timestamptz)
     returns void
     language plpgsql

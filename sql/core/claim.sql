@@ -3,11 +3,10 @@
 -- Running jobs stay in their lane, leased, so claim() finds expired leases where it looks for
 -- work and ends those attempts itself: recovery needs no daemon.
 --
--- Planner settings, here and in other modules: a session plans a statement once, with the
--- statistics of that moment, and a plan made while job is small would keep reading the whole table.
--- Hence the settings on the functions: jobs are found by ctid or by primary key, never by a scan,
--- whatever the caller has switched off. JIT is off because a path that is disabled but taken
--- anyway looks expensive enough to compile, which takes longer than the rest of the call.
+-- Planner settings, here and in other modules: a session plans a statement once, with the statistics of that moment,
+-- and a plan made while job is small would keep reading the whole table. Hence the settings on the functions: jobs are
+-- found by ctid or by primary key, never by a scan, whatever the caller has switched off. JIT is off because a path
+-- that is disabled but taken anyway looks expensive enough to compile, which takes longer than the rest of the call.
 -- Some private functions rely on the settings of their callers, and say so. A subquery that ends in "offset 0" looks
 -- up one row after the other: as a join it might read a whole table, or hash it.
 --
@@ -66,8 +65,7 @@ begin
             moment := pgqueue._look_around_if_due(moment);
         end if;
         if used >> (hashtext(queue collate "default") & 255) % 63 & 1 = 1 then
-            -- A row that another session is changing counts as missing; checking that is free. See
-            -- _hold_off_claims.
+            -- A row that another session is changing counts as missing; checking that is free. See _hold_off_claims.
             settings := (
                 select f from pgqueue.queue_in_force as f where f.queue = claim.queue collate "default" and f.xmax = '0'
             );
@@ -248,9 +246,8 @@ as $$
 declare
     start float8 := random();
 begin
-    -- Rounded up or down at random, so that shares are right on average even if each is less
-    -- than one job (systematic sampling, Madow 1949); the order is drawn by weight (Efraimidis
-    -- and Spirakis 2006).
+    -- Rounded up or down at random, so that shares are right on average even if each is less than one job (systematic
+    -- sampling, Madow 1949); the order is drawn by weight (Efraimidis and Spirakis 2006).
     return query
     select
         q.queue,

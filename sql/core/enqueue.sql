@@ -3,10 +3,9 @@
 -- enqueue() is part of the caller's transaction: workers see the job when it commits,
 -- and it never existed if it rolls back. Which workers to wake is in module wake.
 --
--- Arguments of a function have the collation of what the caller passes, such as a column of names, but our
--- indexes have the default collation. So look-ups, hashes (which differ if a collation ignores case), and the order
--- in which keys are taken, need the default one as well: one explicit collation in a call applies to all of its
--- arguments.
+-- Arguments of a function have the collation of what the caller passes, such as a column of names, but our indexes
+-- have the default collation. So look-ups, hashes (which differ if a collation ignores case), and the order in which
+-- keys are taken, need the default one as well: one explicit collation in a call applies to all of its arguments.
 
 -- The job that has a unique key. Found as the first one from there on, not by "queue =", which could make the
 -- planner read the whole index of lanes: it looks as cheap while the statistics know of no job.
@@ -129,10 +128,9 @@ begin
 end;
 $$;
 
--- The window of a key (unique_for) begins when its job is enqueued and may outlast the job. While that job waits
--- or runs, its key is taken like any other; only after its end does the table recent_key decide.
--- Returns the job that has ended although its window has not; null if there is none. If there is one and
--- on_duplicate is error, raises 23505.
+-- The window of a key (unique_for) begins when its job is enqueued and may outlast the job. While that job waits or
+-- runs, its key is taken like any other; only after its end does the table recent_key decide. Returns the job that has
+-- ended although its window has not; null if there is none. If there is one and on_duplicate is error, raises 23505.
 create or replace function pgqueue._recent_job(queue text, unique_key text, on_duplicate text)
     returns bigint
     language plpgsql
@@ -339,8 +337,7 @@ begin
                 enqueue.unique_key, enqueue.group_key, terms,
                 coalesce(enqueue.payload, '{}'), enqueue.headers
             )
-            -- Waits for a transaction that is enqueuing, completing or claiming a
-            -- job with this key.
+            -- Waits for a transaction that is enqueuing, completing or claiming a job with this key.
             on conflict (queue, unique_key) where j.unique_key is not null do nothing
             returning j.id into job_id;
             exit when found;

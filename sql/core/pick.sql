@@ -1,17 +1,16 @@
 -- The pick: finds and locks the due jobs for claim(), in order, however deep the queue is.
 --
--- A claim walks a lane from its beginning. Before the ready jobs it meets those that are running,
--- those that other sessions are claiming, and index entries of finished jobs that an old
--- snapshot keeps from being removed. While these are few, nothing else happens. A walk that has
--- crossed many of them leaves a position for all sessions: the run_at up to which the jobs of the
--- lane have been taken. From then on claims start there. Each moves the position to its last pick at
--- once, before it commits, so that the next one crosses none of the same rows; a claim of one job does so
--- only if its walk was longer than usual. After 100 ms, or 20 times the duration of that walk, one claim
--- walks from the beginning again and finds what was left before the position: late commits, releases,
--- expired leases, claims that were rolled back. A claim that finds nothing from the position on walks from
--- the beginning before it says so. The exception is a filtered claim, one that asks for some kinds only or has
--- to pass over jobs that are paused or at a cap: it might cross any number of jobs, so it trusts what a long
--- walk has found, and looks only at the last second. Positions are kept in the cells of module lane.
+-- A claim walks a lane from its beginning. Before the ready jobs it meets those that are running, those that other
+-- sessions are claiming, and index entries of finished jobs that an old snapshot keeps from being removed. While these
+-- are few, nothing else happens. A walk that has crossed many of them leaves a position for all sessions: the run_at
+-- up to which the jobs of the lane have been taken. From then on claims start there. Each moves the position to its
+-- last pick at once, before it commits, so that the next one crosses none of the same rows; a claim of one job does so
+-- only if its walk was longer than usual. After 100 ms, or 20 times the duration of that walk, one claim walks from
+-- the beginning again and finds what was left before the position: late commits, releases, expired leases, claims that
+-- were rolled back. A claim that finds nothing from the position on walks from the beginning before it says so. The
+-- exception is a filtered claim, one that asks for some kinds only or has to pass over jobs that are paused or at a
+-- cap: it might cross any number of jobs, so it trusts what a long walk has found, and looks only at the last second.
+-- Positions are kept in the cells of module lane.
 
 -- The walk of _pick if it has to leave out more than other kinds: what is paused or at a cap, jobs that this
 -- claim has already taken, or what a recovery has left. Separate, because preparing its conditions in each call
@@ -103,10 +102,9 @@ begin
 end;
 $$;
 
--- Locks at most the wanted number of due jobs of one lane, except those in taken, and returns where they
--- are, in the order in which to run them. As a side effect ends expired leases and jobs past their expires_at.
--- An empty answer means that there is no job only if it walked from the beginning (is_whole). Relies on the
--- planner settings of claim.
+-- Locks at most the wanted number of due jobs of one lane, except those in taken, and returns where they are, in the
+-- order in which to run them. As a side effect ends expired leases and jobs past their expires_at. An empty answer
+-- means that there is no job only if it walked from the beginning (is_whole). Relies on the planner settings of claim.
 create or replace function pgqueue._pick(
     queue text, kinds text[], paused jsonb, lane int, wanted int, moment timestamptz, is_whole boolean,
     taken tid[] default null

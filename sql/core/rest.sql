@@ -1,10 +1,9 @@
 -- Rest: how long a worker that found nothing may sleep. Also the other work that claims and rests do as a side
 -- effect, so that no daemon is needed. How sleepers are woken is in module wake.
 
--- When a lane without groups has something to claim: now, if it already has; null for never. A filtered claim
--- looks only from where the last long walk ended, and so does this; then it returns at the latest a random
--- moment soon after the next such walk is due, so that one worker walks for the others. Relies on the planner
--- settings of _until_due.
+-- When a lane without groups has something to claim: now, if it already has; null for never. A filtered claim looks
+-- only from where the last long walk ended, and so does this; then it returns at the latest a random moment soon after
+-- the next such walk is due, so that one worker walks for the others. Relies on the planner settings of _until_due.
 create or replace function pgqueue._until_walked(queue text, kinds text[], paused jsonb, lane int, moment timestamptz)
     returns timestamptz
     language plpgsql

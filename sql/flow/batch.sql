@@ -292,8 +292,7 @@ begin
 end;
 $$;
 
--- Puts redriven jobs back into their batches (null: none) if these have not finished: they no longer count as
--- dead.
+-- Puts redriven jobs back into their batches (null: none) if these have not finished: they no longer count as dead.
 create or replace function pgqueue._rejoin_batches(batch_ids bigint[])
     returns void
     language plpgsql

@@ -4,10 +4,9 @@
 -- month, weekday, second. If both days are restricted either is enough; a field that begins with *
 -- does not count as restricted, even with a step.
 --
--- A slot is a local time. When the clocks go forward, the slots that they skip are due at the
--- moment of the change, as one. When they go back, a slot that occurs twice is due the first time. But
--- if every hour is listed, the hours that really pass count: none is skipped or made up for, and
--- one that occurs twice counts twice.
+-- A slot is a local time. When the clocks go forward, the slots that they skip are due at the moment of the change, as
+-- one. When they go back, a slot that occurs twice is due the first time. But if every hour is listed, the hours that
+-- really pass count: none is skipped or made up for, and one that occurs twice counts twice.
 --
 -- It does not go from minute to minute: it looks for the day in the next 41 years (a 29 February that must be a
 -- Sunday is that rare), and for the time of day only among those that can be the next.

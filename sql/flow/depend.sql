@@ -433,8 +433,7 @@ begin
             order by l.id
             on conflict do nothing;
         end if;
-        -- If one of them ends meanwhile, its end does not see the tie. Those that this transaction wrote cannot
-        -- end.
+        -- If one of them ends meanwhile, its end does not see the tie. Those that this transaction wrote cannot end.
         perform pgqueue._leave_loose_ends(array_agg(l.id), 'new', interval '1 second')
         from unnest(living) as l (id)
         where (select j.xmin = pg_current_xact_id()::xid from pgqueue.job as j where j.id = l.id) is not true;

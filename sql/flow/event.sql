@@ -224,8 +224,7 @@ only for an open transaction that has emitted the same event.
 Raises 22023 (bad name), 54000 (the payload is larger than the max_payload_bytes
 of all queues).';
 
--- The jobs whose event has happened, among those that wait for one of these events (by hash) and those with these
--- ids.
+-- The jobs whose event has happened, among those that wait for one of these events (by hash) and those with these ids.
 create or replace function pgqueue._met(events bigint[], job_ids bigint[])
     returns table (job_id bigint)
     language sql

@@ -4,11 +4,10 @@
 -- the next slot. So each slot makes one job, whoever fires it, and if that transaction rolls back the
 -- slot is still due. No slot comes back when the clock is set back, because the row never goes back.
 --
--- Slots are fired by maintain(), by rest() before it returns how long to sleep, and by claims. In the middle
--- of a longer transaction a claim leaves a due slot to other sessions for a second, because nobody could see the
--- job before that transaction ends. A claim only has to read one cell, which says when the next schedule is due,
--- but never more than a second ahead: the session that writes it cannot see a schedule that has not been
--- committed.
+-- Slots are fired by maintain(), by rest() before it returns how long to sleep, and by claims. In the middle of a
+-- longer transaction a claim leaves a due slot to other sessions for a second, because nobody could see the job before
+-- that transaction ends. A claim only has to read one cell, which says when the next schedule is due, but never more
+-- than a second ahead: the session that writes it cannot see a schedule that has not been committed.
 
 -- The first slot of a schedule after a moment; infinity after the year 9998.
 create or replace function pgqueue._next_slot(schedule pgqueue.schedule, after timestamptz)

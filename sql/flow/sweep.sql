@@ -1,8 +1,7 @@
 -- The sweep: looks again at jobs that wait for others and at batches, first at those that a loose end points to.
 -- Modules depend, batch and event say what leaves loose ends.
 
--- Checks the next ids of jobs that have ties, and of batches, at most this many: finds what no loose end
--- pointed to.
+-- Checks the next ids of jobs that have ties, and of batches, at most this many: finds what no loose end pointed to.
 create or replace function pgqueue._sweep(most int)
     returns int
     language plpgsql
@@ -55,9 +54,8 @@ begin
 end;
 $$;
 
--- Handles the loose ends that are due by then, the urgent ones first, and cuts ties, at most this many
--- of each; if there is less urgent work it continues the sweep. Returns how many urgent loose ends and ties it
--- handled.
+-- Handles the loose ends that are due by then, the urgent ones first, and cuts ties, at most this many of each; if
+-- there is less urgent work it continues the sweep. Returns how many urgent loose ends and ties it handled.
 create or replace function pgqueue._tie_loose_ends(most int, until timestamptz default 'infinity')
     returns bigint
     language plpgsql

@@ -1,7 +1,6 @@
 -- A job for each change of a table: enqueue_row() is a trigger function, and the trigger's arguments say what to
--- enqueue. It has the rights of the role that writes the row, which may call enqueue but nothing private, so all
--- of it is one function. Where the table's columns are in scope it uses no variables, because a column may have
--- any name.
+-- enqueue. It has the rights of the role that writes the row, which may call enqueue but nothing private, so all of it
+-- is one function. Where the table's columns are in scope it uses no variables, because a column may have any name.
 
 create or replace function pgqueue.enqueue_row()
     returns trigger

@@ -64,9 +64,8 @@ begin
 end;
 $$;
 
--- Takes a permit of each of its caps for every picked job: job_of[i] has permits[i]. refused: jobs that could not
--- get all of theirs and so got none, and those behind them in groups with a limit; refusing: the caps that had
--- too few.
+-- Takes a permit of each of its caps for every picked job: job_of[i] has permits[i]. refused: jobs that could not get
+-- all of theirs and so got none, and those behind them in groups with a limit; refusing: the caps that had too few.
 create or replace function pgqueue._take_permits(
     queue text, picks tid[], limited bigint[], caps pgqueue._cap[], new_token bigint, moment timestamptz,
     age_after interval, out job_of bigint[], out permits tid[], out refused bigint[], out refusing pgqueue._cap[]

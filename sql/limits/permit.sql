@@ -159,9 +159,8 @@ begin
 end;
 $$;
 
--- How many permits of each cap look free, at most as many as wanted; hence how many more jobs may begin
--- under the caps of the queue itself, and which kinds and caps are full. Relies on the planner settings of its
--- callers.
+-- How many permits of each cap look free, at most as many as wanted; hence how many more jobs may begin under the caps
+-- of the queue itself, and which kinds and caps are full. Relies on the planner settings of its callers.
 create or replace function pgqueue._room(
     queue text, caps pgqueue._cap[], wanted int, moment timestamptz, out free int[], out jobs int, out full_kinds text[],
     out full_caps int[]

@@ -748,8 +748,7 @@ begin
                 'default_transaction_read_only is on for %s, as providers set it when a disk is full: nobody can '
                 'enqueue, claim or complete', s.whom
             ),
-            -- The other statements need a transaction that can write; ALTER SYSTEM does not, and must not be in
-            -- one.
+            -- The other statements need a transaction that can write; ALTER SYSTEM does not, and must not be in one.
             case when s.whom = 'this server' then s.remedy else 'begin read write; ' || s.remedy || '; commit' end
         from pgqueue._set_for('default_transaction_read_only') as s
         where lower(s.value) in ('on', 'true', 'yes', '1') and s.role = 0 and not pg_is_in_recovery()

@@ -293,8 +293,7 @@ begin
 end;
 $$;
 
--- The dead jobs by the first line of their error. Beyond 20,000, above 16 MB, an estimate from a sample
--- of 512 pages.
+-- The dead jobs by the first line of their error. Beyond 20,000, above 16 MB, an estimate from a sample of 512 pages.
 create or replace function pgqueue._dead_errors()
     returns table (
         queue text, kind text, error text, jobs bigint, first_died_at timestamptz, last_died_at timestamptz,

@@ -120,8 +120,7 @@ with counted as materialized (
     cross join lateral pgqueue._recent_runs(s.hour) as r
     group by 1
 ), parked as (
-    -- Queues may share a lock, and any session could hold it: count only those that have said they serve the
-    -- queue.
+    -- Queues may share a lock, and any session could hold it: count only those that have said they serve the queue.
     select s.queue, count(distinct l.pid) as sessions
     from pg_locks as l
     join pgqueue.service as s on s.pid = l.pid and hashtext(s.queue) & 255 = l.objid::int

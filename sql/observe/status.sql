@@ -303,8 +303,7 @@ more, ask again with the last id. A worker limited to some queues sees only
 jobs of these, and of queues whose results it may ask for.
 Raises PQ002 when the lease is lost, 22023 (bad argument).';
 
--- From now on the end of this job notifies this session. Returns false if another session holds the locks
--- exclusively.
+-- From now on the end of this job notifies this session. Returns false if another session holds the locks exclusively.
 create or replace function pgqueue._await(job_id bigint)
     returns boolean
     language plpgsql

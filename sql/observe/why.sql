@@ -81,9 +81,8 @@ begin
 end;
 $$;
 
--- Which other sessions hold or await locks on tables and rows in this database, and how to end them. A row is
--- locked by the transaction whose id is its xmax. bars_writers: whether a table lock in this mode keeps others
--- from writing.
+-- Which other sessions hold or await locks on tables and rows in this database, and how to end them. A row is locked
+-- by the transaction whose id is its xmax. bars_writers: whether a table lock in this mode keeps others from writing.
 create or replace function pgqueue._lock_holders()
     returns table (
         what text, relation oid, xid xid, mode text, is_held boolean, pid int, since timestamptz,

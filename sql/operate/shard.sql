@@ -1,7 +1,6 @@
--- Ids and tokens that are never given out twice: neither by two databases, nor again by the standby of one. Shards
--- are several databases, each an ordinary pgqueue. The table shard says which one this is, and its trigger sets
--- the increment of the sequences. A standby that is promoted may not have received the last numbers, so it skips
--- some.
+-- Ids and tokens that are never given out twice: neither by two databases, nor again by the standby of one. Shards are
+-- several databases, each an ordinary pgqueue. The table shard says which one this is, and its trigger sets the
+-- increment of the sequences. A standby that is promoted may not have received the last numbers, so it skips some.
 
 -- Sets the increment of both sequences to the number of shards, and their next value to the next number that
 -- belongs to this shard. The ALTER waits for transactions that have taken numbers.
@@ -62,8 +61,7 @@ begin
         return;
     end if;
     delete from pgqueue.shard as s where s.number = present.number;
-    -- The trigger waits for sessions that are enqueuing or claiming, and puts the numbers that they took into
-    -- above.
+    -- The trigger waits for sessions that are enqueuing or claiming, and puts the numbers that they took into above.
     insert into pgqueue.shard as s (number, of, above)
     values (shard.number, shard.of, coalesce(shard.above, 0))
     returning case when s.above > coalesce(shard.above, 0) then greatest(s.above, last) else last end into last;

@@ -117,8 +117,7 @@ declare
     hint pg_catalog.text;
     context pg_catalog.text;
 begin
-    -- The simple protocol, in a transaction that an earlier message began. In all other cases COMMIT raises an
-    -- error.
+    -- The simple protocol, in a transaction that an earlier message began. In all other cases COMMIT raises an error.
     if pg_catalog.statement_timestamp() operator(pg_catalog.>) pg_catalog.now() and not exists (
         select from pg_catalog.pg_cursors as c where c.name operator(pg_catalog.=) ''
     ) then

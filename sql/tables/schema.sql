@@ -2,23 +2,19 @@
 
 -- The life of a job.
 --
--- A producer calls enqueue() in its own transaction and a row appears in job. From
--- run_at on the job is ready. A worker calls claim(): the row gets a token, a lease
--- and one more attempt, and runs. While it works it calls extend(), its heartbeat.
--- It ends the attempt with one of four functions: complete() removes the row, fail()
--- sends it back with a later run_at or, when its attempts are used up, to dead_job,
--- release() gives it back uncounted, and so does suspend(), which makes it wait for an
--- event, a moment or other jobs. finish() does any of these for many jobs. A worker that
--- dies calls nothing: its lease expires, and the next claim() or reap() ends the attempt
--- in its place.
+-- A producer calls enqueue() in its own transaction and a row appears in job. From run_at on the job is ready. A
+-- worker calls claim(): the row gets a token, a lease and one more attempt, and runs. While it works it calls
+-- extend(), its heartbeat. It ends the attempt with one of four functions: complete() removes the row, fail() sends it
+-- back with a later run_at or, when its attempts are used up, to dead_job, release() gives it back uncounted, and so
+-- does suspend(), which makes it wait for an event, a moment or other jobs. finish() does any of these for many jobs.
+-- A worker that dies calls nothing: its lease expires, and the next claim() or reap() ends the attempt in its place.
 --
 -- Only (id, token) can end or extend an attempt. The token comes from a sequence, so
 -- a worker that slept past its lease holds a number that will never be right again.
 --
--- There is no state column. A job is scheduled, ready, running, expired or blocked
--- according to run_at and lease_expires_at and the clock; the view jobs says which.
--- No index contains what claim() and extend() change, so both are HOT updates: they
--- leave nothing behind in the index that every claim walks.
+-- There is no state column. A job is scheduled, ready, running, expired or blocked according to run_at and
+-- lease_expires_at and the clock; the view jobs says which. No index contains what claim() and extend() change, so
+-- both are HOT updates: they leave nothing behind in the index that every claim walks.
 --
 -- Every finished attempt is a row in run, for the metrics.
 --
@@ -136,15 +132,13 @@ comment on column pgqueue.job.errors is
 'The last 10 failures, oldest first: attempt, at, worker, error. If a worker has
 put the job off since, the last one says why, without an attempt.';
 
--- A lane is one queue at one priority, in the order in which its jobs run. claim()
--- walks one lane at a time, so that run_at is a bound of the scan: with a range over
--- all priorities, jobs scheduled at a high priority would be walked by every claim.
--- Jobs of groups have lanes of their own, 1000 above: no claim walks these, see ticket.
--- It begins with the hash of the queue, because a page of numbers takes half the time to read
--- and to search that a page of texts does; queries compare the name as well.
--- Half full, because a claim of one job reads a whole page. The predicate is true for every
--- row, but the planner can prove it only for a query that names a queue. Without it, a session
--- that plans after an idle hour, when job looks empty, reads this whole index to find jobs by id.
+-- A lane is one queue at one priority, in the order in which its jobs run. claim() walks one lane at a time, so that
+-- run_at is a bound of the scan: with a range over all priorities, jobs scheduled at a high priority would be walked
+-- by every claim. Jobs of groups have lanes of their own, 1000 above: no claim walks these, see ticket. It begins with
+-- the hash of the queue, because a page of numbers takes half the time to read and to search that a page of texts
+-- does; queries compare the name as well. Half full, because a claim of one job reads a whole page. The predicate is
+-- true for every row, but the planner can prove it only for a query that names a queue. Without it, a session that
+-- plans after an idle hour, when job looks empty, reads this whole index to find jobs by id.
 create index job_lane_idx on pgqueue.job
 (hashtext(queue), (priority + 1000 * num_nonnulls(group_key)), run_at, id)
 with (fillfactor = 50, deduplicate_items = off)
@@ -353,12 +347,11 @@ comment on column pgqueue._outcome.is_failure is 'Whether it counts as a failed 
 comment on column pgqueue._outcome.meaning is 'What happened.';
 -- so far.]
 
--- A ring of sixteen tables. A row goes to the table of the day on which it may be
--- deleted, so that one TRUNCATE deletes a day: no mass DELETE, no new tables, and
--- nothing left for VACUUM. Two weeks at most are kept, so there is always a table whose rows may
--- all go. maintain() empties it. In a transaction that may continue, and so would keep the lock
--- of a TRUNCATE, it deletes the rows instead. Only after that are pages filled a second
--- time, and no longer in the order of time, on which the index below relies.
+-- A ring of sixteen tables. A row goes to the table of the day on which it may be deleted, so that one TRUNCATE
+-- deletes a day: no mass DELETE, no new tables, and nothing left for VACUUM. Two weeks at most are kept, so there is
+-- always a table whose rows may all go. maintain() empties it. In a transaction that may continue, and so would keep
+-- the lock of a TRUNCATE, it deletes the rows instead. Only after that are pages filled a second time, and no longer
+-- in the order of time, on which the index below relies.
 create table pgqueue.run (
     slot smallint not null,
     attempt int not null,
