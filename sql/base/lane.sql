@@ -164,7 +164,7 @@ $$;
 
 -- The lanes that have any job, and where each begins: one index descent per lane.
 create or replace function pgqueue._lanes()
-    returns table (hash int, queue text, lane int, first timestamptz, first_id bigint)
+    returns table (queue text, lane int, first timestamptz)
     language plpgsql
     stable
     set enable_sort = off
@@ -172,13 +172,13 @@ create or replace function pgqueue._lanes()
 as $$
 begin
     return query
-    with recursive lanes (hash, queue, lane, first, first_id) as (
-        values (-2147483648, '', -2147483648, null::timestamptz, null::bigint)
+    with recursive lanes (hash, queue, lane, first) as (
+        values (-2147483648, '', -2147483648, null::timestamptz)
         union all
         select n.*
         from lanes as l
         cross join lateral (
-            select hashtext(j.queue), j.queue, j.priority + 1000 * num_nonnulls(j.group_key), j.run_at, j.id
+            select hashtext(j.queue), j.queue, j.priority + 1000 * num_nonnulls(j.group_key), j.run_at
             from pgqueue.job as j
             -- "j.queue >= ''" is always true, but proves the predicate of the index, queue is not null.
             where (hashtext(j.queue), (j.priority + 1000 * num_nonnulls(j.group_key))) > (l.hash, l.lane) and j.queue >= ''
@@ -186,7 +186,7 @@ begin
             limit 1
         ) as n
     )
-    select l.* from lanes as l where l.first is not null;
+    select l.queue, l.lane, l.first from lanes as l where l.first is not null;
 end;
 $$;
 

@@ -581,23 +581,20 @@ end;
 $$;
 
 -- The permits of a cap: whether each is held, until when at the latest (the end of the lease or of the
--- period), whether it may be taken, and which job holds it. A running job of _in_doubt holds its permit, but is_held is
--- false: its end does not return the permit, so a claim has to find out.
+-- period), and which job holds it. A running job of _in_doubt holds its permit, but is_held is false: its end does not
+-- return the permit, so a claim has to find out.
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
-    returns table (place int, is_held boolean, free_at timestamptz, is_usable boolean, holder bigint)
+    returns table (place int, is_held boolean, free_at timestamptz, holder bigint)
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_bitmapscan = off
 as $$
 begin
     return query
-    select
-        p.place, p.is_held, case when p.is_held then p.free_at end,
-        not p.is_held and p.place <= cap.most and not bool_or(p.is_surplus) over (),
-        p.holder
+    select p.place, p.is_held, case when p.is_held then p.free_at end, p.holder
     from (
         select
-            p.place, p.is_surplus,
+            p.place,
             case when cap.is_rate then p.free_at > _permits.moment
                 -- A retry that is due may take the permit that it has kept.
                 else coalesce(j.token = p.token or j.token is null and j.run_at > _permits.moment, false)

@@ -165,4 +165,4 @@ drop function pgqueue.configure(
     interval, boolean, interval
 );
 drop function pgqueue.status(bigint);
-drop function pgqueue._forget_ends();
+drop function pgqueue._forget_ends(), pgqueue._permits(text, pgqueue._cap, timestamptz);
