@@ -351,6 +351,6 @@ comment on function pgqueue.claim_from(text[], text, int, interval, text[], int[
 (default 1 each), at most limits[i] of queues[i] (null: no limit). What a
 queue leaves of its share goes to those that have more, so a full queue
 starves no other and an empty one costs nothing. Returns the jobs queue by
-queue, each in the order of claim.
+queue, each in the order of claim: first the shares, then what others left.
 Raises 25001 outside READ COMMITTED, 25006 (read-only), 22023 (bad argument),
 42501 (the caller is a worker of other queues only).';

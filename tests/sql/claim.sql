@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(27);
+select plan(28);
 
 -- Order
 
@@ -143,6 +143,13 @@ select is(
 select cmp_ok(
     (select jobs from taken where queue = 'full'), '>', 24::bigint,
     'what a queue leaves of its share goes to a queue that has more'
+);
+select pgqueue.enqueue_many(v.queue, (select array_agg('1'::jsonb) from generate_series(1, v.jobs)))
+from (values ('rich', 20), ('poor', 2)) as v (queue, jobs);
+select matches(
+    (select string_agg(left(c.queue, 1), '') from pgqueue.claim_from(array['rich', 'poor'], 'w', 10) as c),
+    '^(rrrrrpp|pprrrrr)rrr$',
+    'claim_from returns the shares queue by queue, and then what others have left'
 );
 -- Among many queues, only those with jobs are asked.
 select pgqueue.enqueue_many(q.name, (select array_agg('1'::jsonb) from generate_series(1, 10)))
