@@ -455,7 +455,7 @@ comment on function pgqueue.finish(bigint[], bigint[], text[], text[], interval[
 result in JSON), fail (text: the error; delay: instead of the queue''s
 backoff), reject (a permanent error: dead at once), release (given back
 uncounted; text: the reason, for why(); delay: not before then) or suspend
-(text: {"event", "run_at", "after"} in JSON, each optional; delay: instead of
+(text: {"event", "run_at", "after", "step"} in JSON, each optional; delay: its
 run_at). Returns in the order of the input completed, retry, dead, cancelled,
 released, suspended or lost. A result that is not JSON, or above 64 MB, or terms
 that suspend would refuse, fail the attempt of that job alone.

@@ -288,12 +288,12 @@ which the name, schedule, and the slot are added) is enqueued, once. Slots
 are those of cron (see next_slots) in the time zone timezone, or come at the
 interval every, 1 second to 3650 days, from Monday, 1970-01-05 00:00 UTC.
 jitter, up to 1 day: later by a fraction of it, always the same for a name.
-catch_up, for missed slots: skip (those that are more than two minutes late),
-one (default: one job, for the last of them) or all (the first 1000). Calling
+catch_up, for missed slots: one (default: one job, for the last of them), skip
+(none if that is more than two minutes late) or all (the first 1000). Calling
 it again changes only what differs, and fires no slot twice; a paused schedule
 stays paused. If the rule changes, slots that are due under the old one are
 enqueued first, with the new arguments. It belongs to the role that created it;
-other roles may only call unschedule, pause_schedule and resume_schedule.
+for others, unschedule frees the name.
 Raises 22023 (bad argument), 54000 (payload too large), 42501 (it belongs to
 another role, or the caller is a scheduler of other queues only).';
 

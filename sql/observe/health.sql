@@ -1109,6 +1109,6 @@ the check, its status (warning, critical), what was found, and as hint the SQL
 that fixes it; of many findings of a check the worst five. A row with the status
 ok for each check that found nothing; one that fails says so, with the SQLSTATE,
 and stops no other; a timeout stops those not yet done but keeps what was found.
-The view checks lists the thresholds. Only reads, works on a standby, and counts
-nothing in full. The query of a session is shown to members of
+The view checks lists the thresholds. Only reads, works on a standby, and reads
+no large table whole. The query of a session is shown to members of
 pg_read_all_stats.';

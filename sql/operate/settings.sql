@@ -217,10 +217,10 @@ begin
     execute format(
         'comment on function %s is %L',
         'pgqueue.configure'::regproc::regprocedure,
-        $$Changes the given settings and leaves the rest; reset first clears all that was
-set. A null queue sets them for every queue without its own; with kind or
+        $$Changes the given settings and leaves the rest; reset first clears all but
+paused. A null queue sets them for every queue without its own; with kind or
 group_key, for that kind or group (* for each group). The most specific wins:
-group, kind, queue, all; but all max_running and rate_limit apply together.
+group, kind, queue, all; but caps of a queue, kind and group apply together.
 Settings of groups, set for a queue, apply to each of its groups.
 $$ || (
             select string_agg(format(E'%s (%s):\n  %s.', s.name, s.facts, s.meaning), E'\n' order by s.place)
