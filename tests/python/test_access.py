@@ -484,6 +484,19 @@ def test_a_producer_reads_state_result_and_the_first_line_of_an_error(
     assert one(db, "select last_error from pgqueue.status(%s)", id) == said
 
 
+def test_a_producer_reads_the_last_step_of_a_job_and_the_event_that_it_waits_for(
+    db, connect: Connect, role
+):
+    db.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    caller = connect(user=role)
+    id = one(caller, "select pgqueue.enqueue('q', '1')")
+    token = one(db, "select token from pgqueue.claim('q', 'w')")
+    db.execute("select pgqueue.save_step(%s, %s, 'charge', '2')", (id, token))
+    db.execute("select pgqueue.suspend(%s, %s, event => 'paid')", (id, token))
+    asked = "select last_step, event, payload, errors from pgqueue.status(%s)"
+    assert caller.execute(asked, (id,)).fetchone() == ("charge", "paid", None, None)
+
+
 @pytest.mark.parametrize("kind", ["reader", "operator"])
 def test_whole_errors_and_headers_are_for_operators(db, connect: Connect, role, kind):
     secret = {"is": "secret"}
