@@ -359,6 +359,28 @@ def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(
     waiting.close()
 
 
+def test_an_owner_who_may_see_little_finds_a_lock_once_a_session_waits(
+    db, connect, role
+):
+    db.execute(
+        f"drop extension pgqueue; grant create on database {db.info.dbname} to {role}"
+    )
+    owner = connect(user=role)
+    owner.execute("create extension pgqueue")
+    other = connect(autocommit=False)
+    other.execute("lock table pgqueue.job in share mode")
+    always = "'locks', '0'"
+    assert found(db, always) and found(owner, always) == []
+    waiting = connect()
+    waiting.pgconn.send_query(b"select pgqueue.enqueue('q')")
+    wait_until(lambda: found(owner, always))
+    ((_, detail, _),) = found(owner, always)
+    assert f"session {other.info.backend_pid} " in detail
+    other.close()
+    waiting.close()
+    db.execute("drop extension pgqueue")
+
+
 def test_who_has_locked_a_sequence_is_named(db, connect):
     other, waiting = connect(autocommit=False), connect()
     other.execute("alter sequence pgqueue.job_id_seq cache 1")
