@@ -475,6 +475,21 @@ def test_what_a_page_of_your_own_asks_reads_as_little(db) -> None:
         assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 3000, query
 
 
+def test_a_page_of_your_own_finds_the_dead_jobs_that_redrive_would(db) -> None:
+    error = "ValueError: report 9 has no rows\n\nTraceback (most recent call last): …"
+    db.execute("select pgqueue.enqueue('emails')")
+    kill(db, "emails", error)
+    (block,) = documents.blocks(OWN_PAGE)
+    (query,) = re.findall(
+        "^select [^;]* from pgqueue.dead_job$[^;]*;", block.text, re.M
+    )
+    assert column(db, query) == []
+    pattern = "(select error_like from pgqueue.dead)"
+    ids = column(db, query.replace("'timeout%'", pattern))
+    redriven = f"select pgqueue.redrive('emails', error_like => {pattern})"
+    assert ids == column(db, redriven) != []
+
+
 def test_the_pages_find_the_first_jobs_of_a_queue_by_its_index(db) -> None:
     """A queue with a tenth of all jobs, behind the others."""
     db.execute(
