@@ -46,7 +46,7 @@ class Job:
     def extend(self) -> bool:
         """Extend the lease now by pgqueue.extend(), and return whether to go on.
 
-        The worker does so automatically every third of the lease. This call blocks for a round
+        The worker does so itself, at least three times per lease. This call blocks for a round
         trip (async: `await asyncio.to_thread(job.extend)`) and may raise psycopg.Error.
         """
         source = self._attempt.source

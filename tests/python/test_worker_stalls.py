@@ -11,13 +11,26 @@ import psycopg
 import pytest
 from conftest import column, one
 from pgqueue import Worker
-from pgqueue.worker.deadline import notices_silence
+from pgqueue.attempt import Attempt
+from pgqueue.worker.deadline import Server, notices_silence
+from pgqueue.worker.heartbeat import Heartbeat
 from worker_harness import OF_WORKERS, QUEUE, RESTING, is_empty, outcomes, wait_until
 
 pytest_plugins = ["worker_harness"]
 
 GIVEN_UP = "no answer in 1 s: connection given up"
 QUICKLY = ("--call-timeout", "1", "--poll-interval", "0.5")
+
+
+def test_a_call_may_take_as_long_as_the_shortest_lease_but_3_to_30_seconds():
+    server = Server("")
+    heartbeat, leases = Heartbeat(server, print), (600.0, 10.0, 20.0, 1.0)
+
+    def patience(lease: float) -> float:
+        heartbeat.hold([Attempt(1, 1, "k", "q", 1, 1, "{}", None, lease)], 0.0)
+        return server.patience()
+
+    assert [patience(lease) for lease in leases] == [30.0, 10.0, 10.0, 3.0]
 
 
 class Proxy:

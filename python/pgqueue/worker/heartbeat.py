@@ -26,7 +26,7 @@ PROGRESS = 1.0  # seconds between two reports of progress
 
 
 class Heartbeat(Service):
-    """Extends the leases of `held` at a third of their length, and passes the cancelled ones to `on_cancel`, once."""
+    """Extends the leases of `held` at the latest after a third of them, and passes the cancelled ones on, once."""
 
     name = "heartbeat"
     times = 1 / 3  # one call that hangs must not cost a whole lease

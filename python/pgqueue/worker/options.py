@@ -71,7 +71,7 @@ def options() -> list[tuple[str, str, Any, Any]]:
     several, own = "comma-separated or repeated", "those of the handlers"
     dsn = "the database, or several, by semicolons or repeated; else DATABASE_URL, else libpq's variables"
     lease = "seconds for which a claim holds a job, unless extended; else the queue's"
-    call = "seconds that a call to the server may go without an answer; else the lease"
+    call = "seconds that a call to the server may go without an answer; else the shortest lease, 3 to 30"
     stop = "seconds from SIGTERM until what is still running is failed"
     positive = whole_number(1)
     return [
