@@ -388,6 +388,33 @@ def test_an_open_claim_has_one_place_of_a_new_limit(db, connect, limit):
 
 
 @pytest.mark.parametrize("limit", LIMITS)
+def test_jobs_that_run_without_a_limit_end_once_their_first_one_is_committed(
+    db, connect, blocked, limit
+):
+    other = connect()
+    enqueue(db, 3)
+    ((id, token),) = soon(lambda: claim(db, 1)).items()
+    lease = "select lease_expires_at from pgqueue.job where id = %s"
+    with other.transaction():
+        set_limit(other, limit, 1)
+        enqueue(db)
+        assert claim(db) == {}
+        before = one(db, lease, id)
+        db.execute("set lock_timeout = '1 ms'")
+        extend = "select status from pgqueue.extend(array[%s::bigint], array[%s::bigint], '1 h')"
+        assert db.execute(extend, (id, token)).fetchone() == ("held",)
+        db.execute("reset lock_timeout")
+        assert one(db, lease, id) == before
+        complete = f"select pgqueue.complete({id}, {token})"
+        db.pgconn.send_query(complete.encode())
+        blocked(db)
+    assert db.pgconn.get_result().error_message == b""
+    assert db.pgconn.get_result() is None
+    assert len(soon(lambda: claim(db))) == 1
+    assert claim(db) == {}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_that_is_lowered_while_others_have_locked_its_permits_holds(
     db, connect, limit
 ):
