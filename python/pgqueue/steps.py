@@ -62,7 +62,7 @@ class Result:
 
     id: int
     kind: str | None
-    # completed, dead, cancelled; gone if unknown; None: it runs again
+    # completed, dead, cancelled; gone if unknown; None: it waits or runs
     outcome: str | None
     result: Any  # decoded JSON, of a completed job
 

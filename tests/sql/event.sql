@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(126);
+select plan(127);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -172,7 +172,12 @@ select pg_temp.suspended('first', null, array[:a]) as id \gset
 select pgqueue.emit('first');
 select pgqueue.maintain();
 select is(pg_temp.waits(:id), '0 0', 'an event that comes first ends the wait for the jobs');
-select pg_temp.end_one('q');
+select token from pgqueue.claim('q', 'w') \gset
+select results_eq(
+    format('select * from pgqueue.results_of(%s, %s)', :id, :token),
+    format($$ values (%s::bigint, 'p', null, null::jsonb) $$, :a), 'of which results_of knows no outcome yet'
+);
+select pgqueue.complete(:id, :token);
 select pgqueue.purge('p');
 select is(pg_temp.state(pg_temp.suspended('x', null, '{}')), 'ready', 'no jobs have all ended');
 select pg_temp.end_one('q');
