@@ -297,10 +297,10 @@ comment on function pgqueue.results_of(bigint, bigint, bigint, int) is
 'For a running job: how the jobs that it was enqueued after, or suspended for,
 have ended (completed, dead or cancelled; null for one that waits or runs), and
 the results of those that completed, as long as the log keeps them (keep_runs).
-For the callback of a batch, the jobs of the batch, those that the log still
-has. In the order of their ids, from after_id on, at most max_rows (1 to
-10,000): for more, ask again with the last id. A worker limited to some queues
-sees only jobs of these, and of queues whose results it may ask for.
+For the callback of a batch, its jobs that the log still has. In the order of
+their ids, from after_id on, at most max_rows (1 to 10,000): for more, ask
+again with the last id. A worker limited to some queues sees only jobs of
+these, and of queues whose results it may ask for.
 Raises PQ002 when the lease is lost, 22023 (bad argument).';
 
 -- From now on the end of this job notifies this session. Returns false if another session holds the locks exclusively.
