@@ -222,6 +222,17 @@ def test_each_job_and_end_is_counted_once(db):
     assert one(db, "select count(*) from pgqueue.cut") == 2
 
 
+def test_what_leaves_no_run_is_counted_only_while_it_is_there(db):
+    db.execute("select pgqueue.maintain()")
+    db.execute("select pgqueue.configure('q', keep_runs => 0)")
+    db.execute("select pgqueue.enqueue(q) from unnest('{q,q,q,p}'::text[]) as q")
+    end(db, "complete", 1)
+    db.execute("select pgqueue.purge('p')")
+    for _ in range(3):
+        pass_time(db)
+    assert counted(db) == {"q": (2, 0, 0, 0)}
+
+
 def test_what_commits_late_is_counted_when_it_has(db, connect: Connect):
     db.execute("select pgqueue.maintain()")
     db.execute("select pgqueue.enqueue('q') from generate_series(1, 3)")
