@@ -116,6 +116,7 @@ def test_a_cancelled_handler_that_does_not_stop_is_logged(db, workers) -> None:
         assert one(db, "select pgqueue.cancel(%s)", job) == "cancelling"
     told = "attempt 1 was told to stop and does not react"
     wait_until(lambda: workers.log().count(told) >= 2)
+    wait_until(lambda: outcomes(db) == {"cancelled": 2})
     assert workers.finish(worker) == 0
     assert outcomes(db) == {"cancelled": 2}
 
