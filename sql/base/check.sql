@@ -311,7 +311,7 @@ create or replace function pgqueue._check_delay(what text, delay interval)
 as $$
 begin
     return case when delay < '0' or delay > '1000 years' then array[
-        format('%s must be finite and not negative', what), format('It is %s.', delay),
+        format('%s must be from 0 to 1000 years', what), format('It is %s.', delay),
         'Omit it for the delay that the queue''s settings give.'
     ] end;
 end;

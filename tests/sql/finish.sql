@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(31);
+select plan(32);
 
 -- Complete
 
@@ -76,6 +76,10 @@ select is(pgqueue.fail(:id, :token, null, '3 hours'), 'retry', 'fail accepts a n
 select is(
     (select date_trunc('minute', run_at - now()) from pgqueue.job where id = :id), interval '3 hours',
     'retry_in replaces the backoff'
+);
+select throws_ok(
+    $$select pgqueue.fail(1, 1, 'e', retry_in => '1001 years')$$,
+    '22023', 'retry_in must be from 0 to 1000 years', 'a delay that is refused is told the range'
 );
 update pgqueue.job set run_at = now() where id = :id;
 select token from pgqueue.claim('flaky', 'w') \gset
