@@ -65,16 +65,12 @@ class Status:
 
 
 # What drivers read each in its own way is selected as text, and read here.
-MOMENTS = ("enqueued_at", "run_at", "expires_at", "claimed_at", "finished_at")
 READERS: dict[str, Callable[[str], Any]] = {
     "time_left": lambda text: timedelta(seconds=float(text)),
     **dict.fromkeys(("result", "payload", "errors"), json.loads),
-    **dict.fromkeys(MOMENTS, lambda text: datetime.fromisoformat(json.loads(text))),
 }
 COLUMNS = {name: f"s.{name}::pg_catalog.text" for name in READERS}
 COLUMNS["time_left"] = "extract(epoch from s.time_left)::pg_catalog.text"
-# In JSON they are ISO 8601, whatever the DateStyle.
-COLUMNS |= {name: f"pg_catalog.to_json(s.{name})::pg_catalog.text" for name in MOMENTS}
 STATUS = "select {} from pgqueue.status(%s) as s".format(
     ", ".join(COLUMNS.get(f.name, f"s.{f.name}") for f in fields(Status))
 )

@@ -5,7 +5,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 
 import pgqueue
 import psycopg
@@ -375,21 +375,6 @@ def test_the_time_left_is_read_in_any_interval_style(db, dsn, driver, style):
     with closing(driver.connect(dsn, options=f"-c intervalstyle={style}")) as conn:
         left = pgqueue.status(conn, one(db, "select id from pgqueue.job")).time_left
     assert timedelta(minutes=2) < left <= timedelta(minutes=3)
-
-
-@pytest.mark.parametrize("driver", [psycopg, psycopg2], ids=["3", "2"])
-@pytest.mark.parametrize("style", ["SQL, DMY", "German", "Postgres, MDY"])
-def test_moments_are_read_in_any_date_style_with_the_time_zone_of_the_session(
-    db, dsn, driver, style
-):
-    id = one(db, "select pgqueue.enqueue('q', run_at => '2034-02-01 10:00:00.000001Z')")
-    options = f"-c datestyle={style.replace(' ', '')} -c timezone=Asia/Kathmandu"
-    with closing(driver.connect(dsn, options=options)) as conn:
-        status = pgqueue.status(conn, id)
-    assert status.run_at == datetime(2034, 2, 1, 10, microsecond=1, tzinfo=UTC)
-    assert status.run_at.utcoffset() == timedelta(hours=5, minutes=45)
-    assert status.enqueued_at == one(db, "select enqueued_at from pgqueue.job")
-    assert status.expires_at is None
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
