@@ -33,6 +33,11 @@ PATIENCE = {
     "application_name": "pgqueue",
 }
 ADDRESS = ("host", "hostaddr", "port", "dbname", "user")  # a password may change
+ENVIRONMENT = {
+    "PGCONNECT_TIMEOUT": "connect_timeout",
+    "PGAPPNAME": "application_name",
+    "PGTARGETSESSIONATTRS": "target_session_attrs",
+}
 
 BACKEND = "select pg_catalog.pg_backend_pid()"
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
@@ -115,12 +120,12 @@ def conninfo(dsn: str | None, environ: Any = os.environ, name: str = "pgqueue") 
             said = re.sub('".*"', '"…"', said.replace('"="', "="), flags=re.S)
         raise psycopg.ProgrammingError(said) from None
     wanted: dict[str, Any] = {**PATIENCE, "application_name": name}
-    for where in "host", "hostaddr":
-        if "," in str(given.get(where) or environ.get(f"PG{where.upper()}")):
+    for where, variable in ("host", "PGHOST"), ("hostaddr", "PGHOSTADDR"):
+        if "," in str(given.get(where) or environ.get(variable)):
             wanted["target_session_attrs"] = "read-write"
-    for option in pq.Conninfo.get_defaults():  # also what its variable says comes first
-        if option.envvar and option.envvar.decode() in environ:
-            wanted.pop(option.keyword.decode(), None)
+    for variable, ours in ENVIRONMENT.items():  # what it says comes first, too
+        if variable in environ:
+            wanted.pop(ours, None)
     # Others lack characters that a payload may have.
     return make_conninfo(**{**wanted, **given, "client_encoding": "utf8"})
 
