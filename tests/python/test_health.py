@@ -376,8 +376,8 @@ def test_an_owner_who_may_see_little_finds_a_lock_once_a_session_waits(
     wait_until(lambda: found(owner, always))
     ((_, detail, _),) = found(owner, always)
     assert f"session {other.info.backend_pid} " in detail
-    other.close()
-    waiting.close()
+    other.rollback()
+    assert waiting.pgconn.get_result().error_message == b""
     db.execute("drop extension pgqueue")
 
 
