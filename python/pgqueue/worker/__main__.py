@@ -29,15 +29,7 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker
 from pgqueue.worker.health import Health, notify_systemd, set_up_logging
 from pgqueue.worker.options import load, merge, parse
-from pgqueue.worker.supervisor import (
-    AT_ONCE,
-    BOTH,
-    CANNOT,
-    DONE,
-    READY,
-    Link,
-    Supervisor,
-)
+from pgqueue.worker.supervisor import BOTH, CANNOT, DONE, READY, Link, Supervisor
 
 DENIED = (
     "select p.proname from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace"
@@ -145,7 +137,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
     """Stop at signals, also at those that came before, and when the supervisor says so.
 
     A signal that comes both ways counts once. So do SIGTERM and SIGINT at the same time, that is
-    before the worker has started to stop, or hardly later: they may reach different threads.
+    before the worker has started to stop.
     """
     came_at = 0.0
     relayed = 0  # signals that came from the supervisor
@@ -160,8 +152,7 @@ def stop_by_signal(worker: Worker, supervisor: Link) -> None:
         nonlocal came_at
         is_other = bool(signals) and signals[-1] != number
         now = time.monotonic()
-        together = AT_ONCE if worker.turns.is_paused else TOGETHER
-        if is_other and now < came_at + together:
+        if is_other and now < came_at + TOGETHER and not worker.turns.is_paused:
             return
         came_at = now
         signals.append(number)
