@@ -407,16 +407,6 @@ def test_a_handler_that_holds_the_gil_is_logged_as_a_late_heartbeat(
     wait_until(lambda: "heartbeat" in workers.log() and "late" in workers.log())
 
 
-def test_what_a_thread_returns_after_its_lease_counts_if_nobody_has_recovered_the_job(
-    db, workers
-) -> None:
-    job = pgqueue.enqueue(db, QUEUE, kind="gil")
-    workers.start("--lease", "0.6", "--concurrency", "1")
-    wait_until(lambda: "heartbeat" in workers.log() and "late" in workers.log())
-    wait_until(lambda: outcomes(db) == {"completed": 1})
-    assert one(db, "select attempt from pgqueue.run where job_id = %s", job) == 1
-
-
 def test_an_idle_worker_rests_and_does_not_claim(db, workers) -> None:
     """Each of the two walks the dead entries of a lane, so an idle worker calls only one."""
     db.execute(f"alter database {db.info.dbname} set track_functions = 'pl'")

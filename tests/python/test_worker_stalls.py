@@ -1,5 +1,6 @@
 """Connections that hang without breaking: the worker gives them up, and says so."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -104,6 +105,8 @@ class Proxy:
     def close(self) -> None:
         self._may_go.set()
         for one_of_us in [self._listener, *self._open]:
+            with contextlib.suppress(OSError):  # or it would go on waiting
+                one_of_us.shutdown(socket.SHUT_RDWR)
             one_of_us.close()
 
 
@@ -251,7 +254,9 @@ def test_a_suspension_in_a_transaction_that_cannot_be_committed_is_given_up(
 ) -> None:
     db.execute("create table written (what text)")
     app = ("--app", "worker_steps_app")
-    worker = workers.start(*app, *QUICKLY, dsn=through(proxy, db))
+    # The server keeps the lock of that transaction, so the attempt cannot be reported.
+    stop = ("--shutdown-timeout", "2")
+    worker = workers.start(*app, *QUICKLY, *stop, dsn=through(proxy, db))
     proxy.stall_after(b"pgqueue.suspend(")
     pgqueue.enqueue(db, QUEUE, {"seconds": 3600}, kind=kind)
     wait_until(lambda: "its connection is given up" in workers.log())
