@@ -149,6 +149,8 @@ begin
                     select
                     from pgqueue.job as j
                     where hashtext(j.queue) = hashtext(q.name) and j.queue = q.name
+                    -- Otherwise Postgres 18 reads all jobs into a hash table.
+                    offset 0
                 ) as has_jobs,
                 clock_timestamp() as looked_at
             from (
