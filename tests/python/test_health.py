@@ -8,7 +8,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from cluster import Cluster
-from conftest import column, one
+from conftest import Connect, column, one
 from psycopg import errors
 from test_plans import fill, pages
 from worker_harness import (  # noqa: F401 (a fixture)
@@ -42,6 +42,18 @@ def fix(db: psycopg.Connection, check: str) -> str:
         run_hint(db, hint)
     wait_until(lambda: not found(db, check))
     return "\n".join(detail for _, detail, _ in rows)
+
+
+@pytest.fixture
+def owner(db, connect: Connect, role: str) -> Iterator[psycopg.Connection]:
+    """A session of the owner of pgqueue, who is nobody special."""
+    db.execute(
+        f"drop extension pgqueue; grant create on database {db.info.dbname} to {role}"
+    )
+    owner = connect(user=role)
+    owner.execute("create extension pgqueue")
+    yield owner
+    db.execute("drop extension pgqueue")
 
 
 def bury(connect, rows: int) -> None:
@@ -133,12 +145,7 @@ def test_a_query_is_shown_to_those_who_might_see_it_anyway(db, connect, role):
     assert len(reader.execute("select from pgqueue.health()").fetchall()) >= 13
 
 
-def test_an_owner_who_may_see_little_still_finds_the_holder(db, connect, role):
-    db.execute(
-        f"drop extension pgqueue; grant create on database {db.info.dbname} to {role}"
-    )
-    owner = connect(user=role)
-    owner.execute("create extension pgqueue")
+def test_an_owner_who_may_see_little_still_finds_the_holder(connect, owner):
     holder = connect(autocommit=False)
     holder.execute("select pg_current_xact_id()")
     for _ in range(20):
@@ -153,16 +160,10 @@ def test_an_owner_who_may_see_little_still_finds_the_holder(db, connect, role):
     assert "perhaps" not in detail
     assert holder.info.backend_pid in [pid for pid, _ in owner.execute(hint)]
     holder.close()
-    db.execute("drop extension pgqueue")
 
 
-def test_a_check_that_fails_says_so_and_stops_no_other(db, connect, role):
-    db.execute(
-        f"drop extension pgqueue; grant create on database {db.info.dbname} to {role}"
-    )
+def test_a_check_that_fails_says_so_and_stops_no_other(db, owner):
     db.execute("revoke execute on function pg_current_wal_lsn() from public")
-    owner = connect(user=role)
-    owner.execute("create extension pgqueue")
     owner.execute("alter table pgqueue.schedule rename problem to trouble")
     rows = owner.execute("select h.check, status, detail from pgqueue.health() as h")
     failed = {check: detail for check, status, detail in rows if status == "critical"}
@@ -172,7 +173,6 @@ def test_a_check_that_fails_says_so_and_stops_no_other(db, connect, role):
         "schedules": "health could not look: column s.problem does not exist (SQLSTATE 42703)",
     }
     assert len(owner.execute("select from pgqueue.health()").fetchall()) == 27
-    db.execute("drop extension pgqueue")
 
 
 # What VACUUM needs
@@ -360,13 +360,8 @@ def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(
 
 
 def test_an_owner_who_may_see_little_finds_a_lock_once_a_session_waits(
-    db, connect, role
+    db, connect, owner
 ):
-    db.execute(
-        f"drop extension pgqueue; grant create on database {db.info.dbname} to {role}"
-    )
-    owner = connect(user=role)
-    owner.execute("create extension pgqueue")
     other = connect(autocommit=False)
     other.execute("lock table pgqueue.job in share mode")
     always = "'locks', '0'"
@@ -378,7 +373,6 @@ def test_an_owner_who_may_see_little_finds_a_lock_once_a_session_waits(
     assert f"session {other.info.backend_pid} " in detail
     other.rollback()
     assert waiting.pgconn.get_result().error_message == b""
-    db.execute("drop extension pgqueue")
 
 
 def test_who_has_locked_a_sequence_is_named(db, connect):
