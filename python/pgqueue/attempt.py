@@ -3,7 +3,8 @@
 import asyncio
 import math
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -33,6 +34,7 @@ COMPLETED = Outcome("complete")
 RELEASED = Outcome("release")
 LOST = Outcome("none", status="lost")
 SUSPENDED = Outcome("none", status="suspended")  # and committed
+Connect = Callable[["Attempt"], AbstractAsyncContextManager[Any]]
 NO_TASK = App().job("")(lambda: None)
 
 
@@ -55,7 +57,7 @@ class Attempt:
     lease: float  # seconds
     batch_id: int | None = None
     task: Task[Any, Any] = NO_TASK
-    connect: Any = None  # begins the transaction of its handler
+    connect: Connect = nullcontext  # begins the transaction of its handler
     ask: Any = None  # runs a statement of ours for it, outside that
     timeout: float | None = None  # seconds
     source: Any = None  # the worker's, see pgqueue.worker.sources; None in tests

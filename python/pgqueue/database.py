@@ -100,7 +100,9 @@ def conninfos(dsn: str | Sequence[str] | None, name: str = "pgqueue") -> list[st
     return list(dict.fromkeys(conninfo(one, name=name) for one in given))
 
 
-def conninfo(dsn: str | None, environ: Any = os.environ, name: str = "pgqueue") -> str:
+def conninfo(
+    dsn: str | None, environ: Mapping[str, str] = os.environ, name: str = "pgqueue"
+) -> str:
     """Complete a dsn by PGQUEUE_DSN, DATABASE_URL or libpq's variables, and by PATIENCE.
 
     The sessions get this name unless they have one; Postgres keeps 63 bytes of it. Raises

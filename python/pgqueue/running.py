@@ -62,7 +62,7 @@ def _told(attempt: Attempt, outcome: Outcome) -> tuple[str, str | None]:
 
 async def _run(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Run a handler, in a transaction if it wants one, and judge it."""
-    generation = len(_forks)
+    generation = _forks
     try:
         if not attempt.task.policy.transaction:
             outcome = await _call(attempt, middleware)
@@ -138,7 +138,7 @@ async def _ask(attempt: Attempt, query: str, *params: Any) -> Any:
 
 async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     """Call the handler with its arguments, and the middleware around it."""
-    generation = len(_forks)
+    generation = _forks
     if inner := attempt.task.policy.middleware:
         middleware = both(middleware, inner)
     payload, _ = decode(attempt.payload)
@@ -171,15 +171,21 @@ async def _call(attempt: Attempt, middleware: Middleware | None) -> Outcome:
     return outcome
 
 
-# One for each between the first process and this one; getpid() takes longer.
-_forks: list[None] = []
+_forks = 0  # between the first process and this one; getpid() takes longer
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
 if hasattr(os, "fork"):
-    os.register_at_fork(after_in_child=lambda: _forks.append(None))
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _end_fork(generation: int) -> None:
     """End this process if the handler forked it and then returned or raised in it, too."""
-    if len(_forks) != generation:
+    if _forks != generation:
         error = sys.exception()
         code = error.code if isinstance(error, SystemExit) else error
         os._exit(code & 255 if isinstance(code, int) else code is not None)

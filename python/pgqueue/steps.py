@@ -208,7 +208,12 @@ class Steps:
         (await self._load())[name] = json.loads(rows[0][0])
 
     async def _until(
-        self, name: str, until: str, timeout: Time, last: Any = None, **terms: Any
+        self,
+        name: str,
+        until: str,
+        timeout: Time,
+        last: tuple[str, str] | None = None,
+        **terms: Any,
     ) -> None:
         """Return if a wait is over, by its deadline or by run_now; else suspend the job."""
         is_over = False

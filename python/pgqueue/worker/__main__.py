@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
 from types import FrameType
-from typing import Any
 
 import psycopg
 
@@ -86,7 +85,9 @@ def main(
     return run(worker, args, supervisor)
 
 
-def import_apps(paths: Iterable[str], discover: Any) -> App:
+def import_apps(
+    paths: Iterable[str], discover: Callable[[], Iterable[App]] | None
+) -> App:
     try:
         return merge(map(load, paths) if paths or not discover else discover())
     except SystemExit as error:

@@ -61,7 +61,8 @@ class Worker(Terms):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._process = os.getpid()  # in which it may run, once
+        self._is_used = False
+        self._process = os.getpid()
         self._stops = 0
         self._why = ""  # it stops
         self._failure: BaseException | None = None  # what ends it, if not told to
@@ -93,13 +94,13 @@ class Worker(Terms):
         hook raises; KeyboardInterrupt, once what runs has ended; and RuntimeError for a
         second call: its threads end with the first, and in a process forked since it was made.
         """
-        if self._process != os.getpid():
+        if self._is_used or self._process != os.getpid():
             fork = "in the process that made it, not in a fork"
-            how = fork if self._process else "once: make another"
+            how = "once: make another" if self._is_used else fork
             refusal = RuntimeError(f"a worker runs {how}")
             failed(self.id, refusal)  # `running` raises it late
             raise refusal
-        self._process = 0
+        self._is_used = True
         log.disabled = False  # an app's dictConfig disables loggers that exist
         lease = f", lease {self.lease:g} s" if self.lease else ""
         where = f" in {n} databases" if (n := len(self.sources)) > 1 else ""
