@@ -48,7 +48,9 @@ OVER = """
     select count(*) from pgqueue.job where lease_expires_at is not null
     group by grouping sets ((group_key), (kind), ())
     having count(*) > case
-        when grouping(group_key) = 0 then 2 when min(kind) = max(kind) and min(kind) = 'nap' then 5 else 6
+        -- A job that waits for others of its batch has no group.
+        when grouping(group_key) = 0 and min(group_key) is not null then 2
+        when min(kind) = max(kind) and min(kind) = 'nap' then 5 else 6
     end
 """
 UNFINISHED = """
