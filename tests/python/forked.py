@@ -2,14 +2,19 @@
 
 The import, of psycopg above all, is most of what a command costs, and the tests run a thousand. A
 process from here has the command line, folder, environment, standard streams and parent that it
-would have; only /proc shows the command line and environment of what was forked. Anything else,
-such as a shell in front, or another package in the path, is started as always. So are the children
-of supervisors.
+would have; only /proc shows the command line and environment of what was forked. It has also
+imported pydantic, which most apps of tests do, and in the short form of the tests it ends without
+taking Python apart, which costs as much as all that a short command does. Anything else, such as a
+shell in front, or another package in the path, is started as always. So are the children of
+supervisors.
 """
 
+import atexit
+import contextlib
 import ctypes
 import os
 import pickle
+import runpy
 import socket
 import subprocess
 import sys
@@ -22,9 +27,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PACKAGE = str(HERE.parents[1] / "python")
 PATH = os.pathsep.join((str(HERE), PACKAGE))
-SERVE = (
-    "import runpy, pgqueue.worker, forked; runpy._run_module_as_main(forked.serve())"
-)
+SERVE = "import forked; forked.main()"
 # What Python and psycopg look at when they start. (The path can be set later.)
 SHAPE = ("PYTHON", "PSYCOPG", "LC_", "LANG")
 LOCK = threading.Lock()
@@ -82,6 +85,33 @@ def server(shape: frozenset[tuple[str, str]]) -> socket.socket:
     with theirs:
         subprocess.Popen([sys.executable, "-c", SERVE], env=env, **streams)
     return ours
+
+
+def main() -> None:
+    """Serve, and in each process forked for it run the module that was asked for."""
+    statuses: list[int] = []
+    # Before logging and others do: the last to be called.
+    atexit.register(leave, statuses)
+    import pgqueue.worker
+    from pydantic import BaseModel, Field, validate_call  # noqa: F401
+
+    module = serve()
+    try:
+        runpy._run_module_as_main(module)
+        statuses.append(0)
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            statuses.append((end.code or 0) & 255)
+        raise
+
+
+def leave(statuses: list[int]) -> None:
+    """End as Python would with this status, if it is known, but at once."""
+    if statuses and not os.environ.get("PGQUEUE_TEST_LONG"):
+        with contextlib.suppress(OSError, ValueError):  # Python says it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(statuses[-1])
 
 
 def serve() -> str:

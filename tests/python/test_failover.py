@@ -157,6 +157,8 @@ class Producers:
                 while not self._is_over.is_set():
                     mark = next(self._marks)
                     self.acknowledged[mark] = one(conn, query, mark)
+                    # As fast as they can, they would keep the cores from all else.
+                    self._is_over.wait(0.01)
             time.sleep(0.05)
 
 
