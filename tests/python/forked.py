@@ -92,7 +92,7 @@ def main() -> None:
     statuses: list[int] = []
     # Before logging and others do: the last to be called.
     atexit.register(leave, statuses)
-    import pgqueue.worker
+    import pgqueue.worker  # noqa: F401
     from pydantic import BaseModel, Field, validate_call  # noqa: F401
 
     module = serve()
