@@ -180,25 +180,33 @@ select pg_temp.fill('halt', 'a1 b1');
 select pgqueue.pause('halt', group_key => 'a');
 select is(pg_temp.claimed('halt', 5), 'b1', 'a claim passes over a paused group');
 select is(pg_temp.tickets('halt'), 'a blocked', 'which is blocked, but not full');
-create function pg_temp.pauses(queue text, looks int) returns text
+create function pg_temp.pauses(queue text, looks int) returns numeric[]
     language plpgsql
 as $$
 declare
-    pauses text;
+    pauses numeric[] := '{}';
+    began timestamptz;
 begin
     for n in 1 .. looks loop
         perform pg_temp.make_due(queue);
+        began := clock_timestamp();
         perform pg_temp.claimed(queue, 5);
-        pauses := concat_ws(' ', pauses, (
-            select round(extract(epoch from t.at - clock_timestamp()) + 0.04, 1) from pgqueue.ticket as t where t.queue = pauses.queue
-        ));
+        pauses := pauses || (
+            -- From some moment of the claim on, however long it took.
+            select p.pause
+            from pgqueue.ticket as t
+            join (values (0.1), (0.4), (1.6), (6.4), (10.0)) as p (pause)
+                on t.at - p.pause * interval '1 s' between began and clock_timestamp()
+            where t.queue = pauses.queue
+        );
     end loop;
     return pauses;
 end;
 $$;
 update pgqueue.ticket set served = 0 where queue = 'halt';
 select is(
-    pg_temp.pauses('halt', 6), '0.1 0.4 1.6 6.4 10.0 10.0', 'nobody looks at it for longer each time, up to 10 seconds'
+    pg_temp.pauses('halt', 6), '{0.1,0.4,1.6,6.4,10.0,10.0}'::numeric[],
+    'nobody looks at it for longer each time, up to 10 seconds'
 );
 select ok(pgqueue.rest(array['halt'], park => false) > interval '28 s', 'who rests waits for no paused group');
 select pgqueue.resume('halt', group_key => 'a');
