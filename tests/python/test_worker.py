@@ -274,6 +274,8 @@ def test_sigterm_finishes_running_jobs_and_releases_those_not_begun(
     worker = workers.start("--concurrency", "2")
     began = workers.began(2)
     worker.send_signal(signal.SIGTERM)
+    # Until then it claims ahead, and the next would begin.
+    wait_until(lambda: "is stopping" in workers.log())
     waiting = "select count(*) from pgqueue.jobs where state = 'ready' and attempt = 0"
     wait_until(lambda: one(db, waiting) == 8)
     workers.let_go()
