@@ -20,7 +20,7 @@ from worker_harness import wait_until, workers_on
 
 COUNT = "select count(*) from pgqueue.job"
 MOVERS = f"select count(*) from pg_locks where locktype = 'advisory' and objid = {LOCK}"
-JOBS = 100_000 if LONG else 1_000
+JOBS = 50_000 if LONG else 1_000
 KEYS = 800 if LONG else 400
 
 
