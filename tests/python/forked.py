@@ -109,8 +109,8 @@ def leave(statuses: list[int]) -> None:
     """End as Python would with this status, if it is known, but at once."""
     if statuses and not os.environ.get("PGQUEUE_TEST_LONG"):
         with contextlib.suppress(OSError, ValueError):  # Python says it
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for file in filter(None, (sys.stdout, sys.stderr)):
+                file.flush()
             os._exit(statuses[-1])
 
 
