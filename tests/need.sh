@@ -19,6 +19,8 @@ fi
 
 # For the tests that look at the dashboard, which are skipped without it.
 [ "$what" != test ] || command -v chromium >/dev/null || need chromium
+# The Node that comes with Playwright is linked to it.
+[ "$what" != test ] || ls /usr/lib/*/libatomic.so.1 >/dev/null 2>&1 || need libatomic1
 [ "$what" != instructions ] || command -v valgrind >/dev/null || need valgrind
 if [ "$what" = move-in ]; then
     command -v npm >/dev/null || need npm
