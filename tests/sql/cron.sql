@@ -159,8 +159,9 @@ select is(
     null, 'an offset or an abbreviation is no time zone'
 );
 select is(
-    (select string_agg(z.name, ' ') from unnest(array['UTC', 'GMT', 'EST', 'EST5EDT', 'Etc/GMT-2']) as z (name)
-    where pg_temp.refusal('* * * * *', z.name) <> 'not refused'),
+    -- Debian 13 has EST and EST5EDT in a package of their own.
+    (select string_agg(z.name, ' ') from pg_timezone_names as z
+    where z.name in ('UTC', 'GMT', 'EST', 'EST5EDT', 'Etc/GMT-2') and pg_temp.refusal('* * * * *', z.name) <> 'not refused'),
     null, 'unless that has no clock changes'
 );
 select is(
