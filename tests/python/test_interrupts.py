@@ -336,7 +336,7 @@ def works_on(connect: Connect, name: str = "q") -> None:
     db.close()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_changes_nothing_and_leaves_no_lock_or_setting(
     connect, db, given, name

@@ -1017,7 +1017,8 @@ VERBS = {
     "enqueue within a window": f"with {PLANS}"
     " select pgqueue.enqueue('q', unique_key => 'once', unique_for => '1 hour') from plans",
     "claim": "select from pgqueue.claim('q', 'w', 10)",
-    "claim from many queues": "select from pgqueue.claim_from(array['q', '1', '2', '3', '4'], 'w', 10)",
+    # 4 would share a cell with a position of q, and take half of its share.
+    "claim from many queues": "select from pgqueue.claim_from(array['q', '1', '2', '3', '5'], 'w', 10)",
     "claim as a claim plans": f"with {PLANS} select from plans, pgqueue.claim('q', 'w', 10)",
     "claim of a kind at first": "select from pgqueue.claim('q', 'w', 10, kinds => array['none'])",
     "claim of a kind": "select from pgqueue.claim('q', 'w', 10, kinds => array['none'])",
@@ -1162,8 +1163,6 @@ def test_no_function_reads_more_in_a_long_queue_by_a_session_that_began_in_a_sho
     looks = {
         "claim as a claim plans": 2000,
         "claim of a kind": 2000,
-        # Two claims, since another queue shares the position of this one; each passes over some full groups.
-        "claim from many queues": 2 * 60,
         "rest": 30 * 600,
         "look at loose ends": 12 * 1000,
         "claim of a kind at first": 50 * 5100,
