@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from itertools import pairwise
 
 import psycopg
 import pytest
@@ -723,8 +724,12 @@ def test_a_worker_of_a_thousand_queues_looks_only_at_those_that_have_jobs(db):
         claim = "select queue from pgqueue.claim_from(%s, 'w', 10)"
         assert sorted(column(db, claim, names)) == names[::400]
         assert calls("claim") <= 2 * 3
-        db.execute("select pgqueue.rest(%s, park => false)", (names,))
-        assert calls("_until_due") == 3
+        looks = [0]
+        for _ in range(5):
+            db.execute("select pgqueue.rest(%s, park => false)", (names,))
+            looks.append(calls("_until_due"))
+        # On a busy machine a queue may seem to be behind dead entries: its look-up takes 5 ms.
+        assert min(after - before for before, after in pairwise(looks)) == 3
 
 
 @pytest.mark.sample(3)
