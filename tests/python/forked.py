@@ -155,7 +155,7 @@ def run(command: list[str | bytes], **options) -> subprocess.CompletedProcess[st
     streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with Popen(command, text=True, **streams, **options) as process:
         try:
-            texts = process.communicate(timeout=100)
+            texts = process.communicate(timeout=150)
         finally:
             process.kill()
     return subprocess.CompletedProcess(command, process.returncode, *texts)

@@ -14,7 +14,7 @@ from psycopg.conninfo import make_conninfo
 # For each function, until either limit is reached.
 ATTEMPTS = 1000 if LONG else 40
 SECONDS = 6 if LONG else 1
-PATIENCE = 60  # seconds, until enough were
+PATIENCE = 200  # seconds, until enough were
 
 TABLES = (
     "job", "dead_job", "run", "queue", "queue_in_force", "recent_key", "schedule", "step", "wait", "event"

@@ -283,17 +283,15 @@ def test_wait_raises_when_time_is_up_in_a_transaction_and_for_an_unknown_job(
     with db.transaction(), pytest.raises(ValueError, match="transaction"):
         pgqueue.wait(db, lease["id"])
     other = connect()
-    listening = threading.Thread(
-        target=lambda: db.execute(
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(pgqueue.wait, other, lease["id"])
+        wait_until(lambda: one(db, AWAITED))
+        db.execute(
             "select pg_terminate_backend(pid) from pg_locks where classid = 7366516"
             " and locktype = 'advisory' and pid <> pg_backend_pid() limit 1"
         )
-    )
-    waiting = ThreadPoolExecutor(1).submit(pgqueue.wait, other, lease["id"])
-    wait_until(lambda: one(db, AWAITED))
-    listening.start()
-    with pytest.raises(psycopg.OperationalError):
-        waiting.result(20)
+        with pytest.raises(psycopg.OperationalError):
+            waiting.result(20)
     with pytest.raises(psycopg.OperationalError, match="closed"):
         pgqueue.wait(other, lease["id"])
 
