@@ -310,7 +310,8 @@ begin
             if lane > 500 then
                 of_groups := pgqueue._pick_groups(
                     queue, kinds, paused, lane, wanted, moment, is_whole,
-                    lane >= all (coalesce(noted, live)), settings, taken, new_token
+                    -- A list may be older than a job of a higher priority.
+                    noted is null and lane >= all (live), settings, taken, new_token
                 );
                 new_token := of_groups.new_token;
                 picks := picks || of_groups.picks;

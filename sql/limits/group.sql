@@ -322,18 +322,24 @@ begin
                 limit batch
                 for update skip locked
             ) as t
-            -- In order, and a job that another session has locked is not replaced by the next.
+            -- In order, and a job that another session has locked is not replaced by the next. A job of a higher priority
+            -- may be newer than the list of lanes.
             cross join lateral (
-                select array(
-                    select j.ctid
-                    from pgqueue.job as j
-                    where pgqueue._is_in_group(j, _pick_plain_groups.queue, t.group_key)
-                        and -j.priority = 1000 - lane
-                        and j.run_at <= _pick_plain_groups.moment
-                        and (j.lease_expires_at <= _pick_plain_groups.moment) is not false
-                    order by j.run_at, j.id
-                    limit ceil(wanted::float8 / batch)
-                ) as tids
+                select case
+                    when most > 1
+                        or not pgqueue._has_higher(_pick_plain_groups.queue, t.group_key, lane - 1000, moment)
+                    then array(
+                        select j.ctid
+                        from pgqueue.job as j
+                        where pgqueue._is_in_group(j, _pick_plain_groups.queue, t.group_key)
+                            and -j.priority = 1000 - lane
+                            and j.run_at <= _pick_plain_groups.moment
+                            and (j.lease_expires_at <= _pick_plain_groups.moment) is not false
+                        order by j.run_at, j.id
+                        limit ceil(wanted::float8 / batch)
+                    )
+                    else '{}'::tid[]
+                end as tids
                 offset 0
             ) as c
             cross join lateral (

@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(75);
+select plan(78);
 
 \ir limits.psql
 
@@ -56,6 +56,17 @@ select is(pg_temp.claimed('one', 10), 'a6', 'in the order in which they were enq
 delete from pgqueue.job where payload = '"b4"';
 select pg_temp.pass('one', '10 seconds');
 select is(pg_temp.claimed('one', 10), 'b5', 'a job that was deleted by hand holds no place');
+
+-- A list of priorities that was made while the job of a higher one was not there yet, or not committed
+select pg_temp.fill('listed', array['a', 'b', 'b']);
+select pgqueue.configure('listed', group_limit => 1);
+select pgqueue.enqueue('listed', '"urgent"', group_key => 'a', priority => 5);
+select pgqueue._note_lanes('listed', array[1000], clock_timestamp() - interval '1 second');
+select is(pg_temp.claimed('listed', 1), 'b2', 'no job overtakes one of a higher priority that claims do not know of yet');
+select pg_temp.complete('listed', 'b2');
+select is(pg_temp.claimed('listed', 10), 'b3', 'nor in a larger claim');
+select pgqueue._note_lanes('listed', array[1000, 1005], clock_timestamp());
+select is(pg_temp.claimed('listed', 10), 'urgent', 'which is claimed as soon as they do');
 
 select pgqueue.configure('two', group_limit => 2);
 select pg_temp.fill('two', array['a', 'a', 'a', 'a', 'a', 'b']);
