@@ -169,6 +169,7 @@ class Kept(Rule):
     all goes on, and all that waits comes to rest once the faults stop."""
 
     PATIENCE = 3.0
+    AT_ONCE = 1.0  # until claims know that a job is due, or that its queue was resumed
     PLAIN = (scene.WORK, scene.SIDE)
 
     def prepare(self) -> None:
@@ -182,7 +183,7 @@ class Kept(Rule):
             (
                 e["start"],
                 min(
-                    (end + 0.3 for end in resumes if end > e["start"]),
+                    (end + self.AT_ONCE for end in resumes if end > e["start"]),
                     default=float("inf"),
                 ),
             )
@@ -216,7 +217,7 @@ class Kept(Rule):
                 e["who"]
                 for e in vain
                 if queue in e["queues"]
-                and start + 1 < e["start"]
+                and start + self.AT_ONCE < e["start"]
                 and e["end_at"] < end
                 and not self.is_excused(e, queue)
             )

@@ -91,13 +91,18 @@ class Waits(Rule):
 
     def prepare(self) -> None:
         self.after: dict[int, tuple[list[int], str]] = {}
+        self.told_at: dict[int, float] = {}
         for entry in self.court.called("enqueue", end=("ok", "unknown")):
             if entry.get("after") and entry.get("rows"):
-                self.after[entry["rows"][0][0]] = (entry["after"], entry["if_dead"])
+                id = entry["rows"][0][0]
+                self.after[id] = (entry["after"], entry["if_dead"])
+                self.told_at[id] = entry["end_at"]
 
     def change(self, id: int, old: Row | None, new: Row | None) -> None:
         if id not in self.after or not is_claim(old, new):
             return
+        if new and new["enqueued_at"] > self.told_at[id]:
+            return  # a crash took that job back, and its id was given to another one
         after, if_dead = self.after[id]
         for other in after:
             ends = self.court.ended[other]
