@@ -12,7 +12,7 @@ from soak.history import Entry, History
 
 # Who is cut off, or finds the server starting or stopping.
 CUT = {None, "57P01", "57P02", "57P03", "08006", "08001", "53300"}
-# What another has just done to the same job or batch; a lease that is over; a cancelled statement;
+# What another has just done to the same job or batch; a lease that has expired; a cancelled statement;
 # 40001 in a REPEATABLE READ transaction.
 MET = {"PQ001", "PQ002", "55000", "23505", "57014", "40001"}
 

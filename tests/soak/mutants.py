@@ -83,7 +83,7 @@ MUTANTS = [
         ("I3", "I5"),
     ),
     Mutant(
-        "a lease counts as over too early",
+        "a lease counts as expired too early",
         "core/pick.sql",
         "and (j.lease_expires_at <= _pick.moment) is not false",
         "and (j.lease_expires_at - interval '1 second' <= _pick.moment) is not false",

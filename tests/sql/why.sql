@@ -223,7 +223,7 @@ select pgqueue.claim('both', 'w3');
 update pgqueue.job set lease_expires_at = now(), terms.expires_at = now() where id = :both;
 select pgqueue.claim('both', 'w3');
 select matches(
-    pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that were over'
+    pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that had expired'
 );
 -- Kinds that nobody takes
 
