@@ -326,8 +326,16 @@ begin
             -- may be newer than the list of lanes.
             cross join lateral (
                 select case
-                    when most > 1
-                        or not pgqueue._has_higher(_pick_plain_groups.queue, t.group_key, lane - 1000, moment)
+                    when most > 1 or not exists (
+                        -- As in _has_higher, a call of which would add a fifth to the claim of a job.
+                        select
+                        from pgqueue.job as h
+                        where pgqueue._is_in_group(h, _pick_plain_groups.queue, t.group_key)
+                            and -h.priority < 1000 - lane
+                            and h.run_at <= _pick_plain_groups.moment and h.lease_expires_at is null
+                            and ((h.terms).expires_at <= _pick_plain_groups.moment) is not true
+                        offset 0
+                    )
                     then array(
                         select j.ctid
                         from pgqueue.job as j
