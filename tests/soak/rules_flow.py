@@ -99,10 +99,11 @@ class Waits(Rule):
                 self.told_at[id] = entry["end_at"]
 
     def change(self, id: int, old: Row | None, new: Row | None) -> None:
+        if id in self.after and new and new["enqueued_at"] > self.told_at[id]:
+            # A crash took that job back, and its id was given to this one.
+            del self.after[id]
         if id not in self.after or not is_claim(old, new):
             return
-        if new and new["enqueued_at"] > self.told_at[id]:
-            return  # a crash took that job back, and its id was given to another one
         after, if_dead = self.after[id]
         for other in after:
             ends = self.court.ended[other]
