@@ -15,7 +15,7 @@ from soak.court import Court
 from soak.flow import Flow
 from soak.history import History
 from soak.judge import judge
-from soak.limits import Impatient, Producer, Worker
+from soak.limits import Impatient, Producer, Steady, Worker
 from soak.long import Long
 from soak.nemesis import Nemesis
 from soak.operator import Operator, Watcher
@@ -25,6 +25,7 @@ from soak.workers import Processes, Psql
 CLIENTS: list[type[Client]] = [
     *[Producer] * 2,
     *[Worker] * 3,
+    *[Steady] * 2,
     *[Flow] * 4,
     *[Long] * 3,
     *(Impatient, Operator, Watcher),

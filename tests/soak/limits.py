@@ -8,7 +8,7 @@ from soak import scene
 from soak.client import MET, Client
 
 MARKS = itertools.count(1)
-QUEUES = [scene.WORK, scene.LIMITED, scene.RATED, scene.SIDE]
+QUEUES = [scene.WORK, scene.LIMITED, scene.RATED, scene.FRESH, scene.SIDE]
 
 
 class Producer(Client):
@@ -26,7 +26,7 @@ class Producer(Client):
 
     def enqueue(self) -> None:
         queue = self.rng.choice(
-            [*QUEUES, scene.WORK, scene.WORK, scene.LIMITED, scene.LIMITED]
+            [*QUEUES, *[scene.WORK, scene.LIMITED, scene.LINES] * 2]
         )
         mark = next(MARKS)
         self.call(
@@ -51,7 +51,7 @@ class Producer(Client):
             len(
                 self.look(
                     "select id from pgqueue.job where queue = any(%s) limit 401",
-                    [QUEUES],
+                    [[*QUEUES, scene.LINES]],
                 )
             )
             > 400
@@ -63,13 +63,22 @@ class Producer(Client):
     def group(self, queue: str) -> str | None:
         if queue in (scene.LIMITED, scene.RATED):
             return self.rng.choice(scene.GROUPS)
+        if queue == scene.LINES:
+            return self.rng.choice(["one", "two"])
+        if queue == scene.FRESH:
+            time.sleep(-time.time() % scene.TICK)
+            return f"{time.time() // scene.TICK:.0f}"
         return None
 
     def enqueue_many(self) -> None:
-        queue = self.rng.choice([*QUEUES, scene.LIMITED])
+        queue = self.rng.choice([*QUEUES, scene.LIMITED, scene.LINES])
         size = 2 if queue == scene.RATED else self.rng.choice([1, 2, 12])
         marks = [next(MARKS) for _ in range(size)]
-        groups = [self.group(queue) for _ in marks]
+        groups = (
+            [self.group(queue)] * size
+            if queue == scene.FRESH
+            else [self.group(queue) for _ in marks]
+        )
         self.call(
             "enqueue",
             "select * from pgqueue.enqueue_many(%s,"
@@ -293,6 +302,18 @@ class Worker(Client):
         rows = [list(row) for row in self.conn.execute(given, [self.queues])]
         if rows:
             self.complete(sorted(rows))
+
+
+class Steady(Worker):
+    """Ends what it has claimed from LINES before it claims more, so that the next job's turn comes soon."""
+
+    pause = 0.15
+
+    def acts(self) -> dict[Callable[[], None], float]:
+        return {self.work_one: 1}
+
+    def work_one(self) -> None:
+        self.finish(self.claim([scene.LINES], 1, "2 s", None))
 
 
 class Impatient(Worker):

@@ -41,13 +41,13 @@ class Nemesis:
     def run(self) -> None:
         """All faults in random order, again and again; the usual ones first."""
         usual = [
-            *(self.terminate, self.cancel, self.lock_rows, self.lock_rows),
+            *(self.terminate, self.cancel, self.lock_rows, self.lock_hints),
             *(self.crash, self.hold_snapshot),
         ]
         others = [
             *(self.terminate, self.cancel, self.lock_rows, self.lock_table),
-            *(self.stop_worker, self.kill_worker, self.vacuum, self.analyze),
-            self.kill_backend,
+            *(self.lock_hints, self.lock_hints, self.stop_worker, self.kill_worker),
+            *(self.vacuum, self.analyze, self.kill_backend),
         ]
         while not self.phase.is_calm.is_set():
             more = [*others, *[self.promote] * bool(self.servers.standby)]
@@ -130,6 +130,16 @@ class Nemesis:
     def lock_rows(self) -> None:
         pick = "select from pgqueue.job where random() < 0.3 for update skip locked"
         self.hold(pick, seconds=self.rng.choice([0.05, 0.5, 0.5]))
+
+    def lock_hints(self) -> None:
+        """Those who enqueue and those who claim look for others, and create them."""
+        tickets = (
+            "select from pgqueue.ticket where random() < 0.5 for update skip locked"
+        )
+        permits = (
+            "select from pgqueue.permit where random() < 0.2 for update skip locked"
+        )
+        self.hold(tickets, permits, seconds=self.rng.choice([0.05, 0.5, 0.5]))
 
     def lock_table(self) -> None:
         self.hold("lock table pgqueue.job in share mode", seconds=0.1)

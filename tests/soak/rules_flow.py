@@ -150,6 +150,11 @@ class Steps(Rule):
         self.kept: set[tuple[int, str]] = set()
         self.new: list[Row] = []
         self.gone: list[tuple[int, str]] = []
+        # The tokens that a transaction has found or left.
+        self.held: dict[int, set[int]] = defaultdict(set)
+
+    def change(self, id: int, old: Row | None, new: Row | None) -> None:
+        self.held[id] |= {row["token"] for row in (old, new) if row and row["token"]}
 
     def other(self, change: Change) -> None:
         if change.table not in ("step", "step_effect"):
@@ -173,11 +178,13 @@ class Steps(Rule):
         self.new, self.gone = [], []
         for row in new:
             court.facts["steps"] += 1
-            # The same transaction may have ended the attempt, or the job.
+            # The same transaction may have begun or ended the attempt.
             holder = court.jobs.get(row["job_id"], {}).get("token")
-            if holder not in (None, row["value"]["token"]):
-                text = f"{row['name']} of {row['job_id']} is of {row['value']}, and {holder} held it"
+            held = self.held[row["job_id"]] | {holder}
+            if row["value"]["token"] not in held:
+                text = f"{row['name']} of {row['job_id']} is of {row['value']}, and {held} held it"
                 court.violated("K", text)
+        self.held.clear()
         for id, name in gone:
             if id in court.jobs or id in court.dead:
                 court.violated("K", f"{name} of {id} is gone, and {id} is not")

@@ -6,6 +6,10 @@ WORK = "work"
 # Groups with limits, of which "one" is strict; caps of the queue and of a kind.
 LIMITED = "limited"
 RATED = "rated"
+# Two groups in order, of which "one" is strict, and which no cap and no slow worker holds up.
+LINES = "lines"
+# Groups of a moment, of one job each at a time, so that sessions create their permits at once.
+FRESH = "fresh"
 # What an operator may purge, and pause.
 SIDE = "side"
 # Batches, and jobs that wait for others.
@@ -13,13 +17,13 @@ FLOW, FLOW_SIDE, CALLBACK = "q", "p", "callback"
 # Jobs that save steps and wait for events. Nothing is set for it either.
 LONG = "long"
 TICKS = "ticks"
-ALL = [WORK, LIMITED, RATED, SIDE, TICKS, FLOW, FLOW_SIDE, CALLBACK]
+ALL = [WORK, LIMITED, LINES, FRESH, RATED, SIDE, TICKS, FLOW, FLOW_SIDE, CALLBACK]
 
 SETTINGS = f"""
 create table effect (job_id bigint not null);
 create table step_effect (job_id bigint not null, name text not null);
 select pgqueue.configure(q, retry_base => '1 ms', retry_cap => '50 ms')
-    from unnest('{{{LIMITED},{RATED},{SIDE},{FLOW},{FLOW_SIDE},{CALLBACK}}}'::text[]) as q;
+    from unnest('{{{LIMITED},{LINES},{FRESH},{RATED},{SIDE},{FLOW},{FLOW_SIDE},{CALLBACK}}}'::text[]) as q;
 select pgqueue.configure('{LIMITED}', group_limit => 2, max_running => 8, max_attempts => 1000);
 select pgqueue.configure('{LIMITED}', group_key => 'one', group_limit => 1, group_on_retry => 'block');
 select pgqueue.configure('{LIMITED}', group_key => 'two', group_limit => 1);
@@ -27,6 +31,9 @@ select pgqueue.configure('{LIMITED}', kind => 'k', max_running => 3);
 select pgqueue.configure('{RATED}', rate_limit => 10, rate_period => '300 ms', max_attempts => 1000);
 select pgqueue.configure('{RATED}', kind => 'k', rate_limit => 4, rate_period => '200 ms');
 select pgqueue.configure('{RATED}', group_key => 'a', rate_limit => 2, rate_period => '300 ms');
+select pgqueue.configure('{LINES}', group_limit => 1, max_attempts => 1000);
+select pgqueue.configure('{LINES}', group_key => 'one', group_on_retry => 'block');
+select pgqueue.configure('{FRESH}', group_limit => 1, max_attempts => 1000);
 select pgqueue.configure('{FLOW}', group_limit => 2);
 select pgqueue.schedule('tick', '{TICKS}', every => '1 second', catch_up => 'all');
 select pgqueue.schedule('tock', '{TICKS}', every => '1 second', catch_up => 'all', jitter => '1 second');
@@ -41,6 +48,8 @@ LIMITS: dict[Scope, int] = {
     (LIMITED, "", "*"): 2,
     (LIMITED, "", "one"): 1,
     (LIMITED, "", "two"): 1,
+    (LINES, "", "*"): 1,
+    (FRESH, "", "*"): 1,
     (FLOW, "", "*"): 2,
 }
 # How many begin in so many seconds at most.
@@ -50,7 +59,12 @@ RATES: dict[Scope, tuple[int, float]] = {
     (RATED, "", "a"): (2, 0.3),
 }
 # Groups whose jobs run in order, and whether one that waits for its retry blocks the others.
-ORDERED = {(LIMITED, "one"): True, (LIMITED, "two"): False}
+ORDERED = {
+    (LIMITED, "one"): True,
+    (LIMITED, "two"): False,
+    (LINES, "one"): True,
+    (LINES, "two"): False,
+}
 # Limits that are lower now and then: the lower, the usual, and how to set either.
 CHANGES: list[tuple[Scope, int, int, str]] = [
     (
@@ -68,3 +82,4 @@ CHANGES: list[tuple[Scope, int, int, str]] = [
 ]
 WINDOW = 2  # seconds of unique_for
 GROUPS = [*"abcdefgh", "one", "one", "two", None]
+TICK = 0.1  # seconds between two groups of FRESH
