@@ -90,6 +90,16 @@ as $$
     end
 $$;
 
+-- Whether a job is due, free, and of a higher priority than this.
+create or replace function pgqueue._is_higher(job pgqueue.job, priority int, moment timestamptz)
+    returns boolean
+    language sql
+    immutable
+as $$
+    select -(job).priority < -_is_higher.priority and (job).run_at <= moment and (job).lease_expires_at is null
+        and (((job).terms).expires_at <= moment) is not true
+$$;
+
 -- Whether a ticket is in the lane of groups of this priority.
 create or replace function pgqueue._is_ticket_in(ticket pgqueue.ticket, queue text, priority int)
     returns boolean
@@ -98,6 +108,18 @@ create or replace function pgqueue._is_ticket_in(ticket pgqueue.ticket, queue te
 as $$
     select hashtext((ticket).queue) = hashtext(_is_ticket_in.queue collate "default")
         and (ticket).priority = _is_ticket_in.priority and (ticket).queue = _is_ticket_in.queue
+$$;
+
+-- From which run_at on a claim reads the jobs of a ticket. A time from another clock is ignored.
+create or replace function pgqueue._start_of(ticket pgqueue.ticket, moment timestamptz)
+    returns timestamptz
+    language sql
+    stable
+as $$
+    select coalesce(
+        case when (ticket).start_until between moment and moment + interval '1 minute' then (ticket).start_at end,
+        '-infinity'
+    )
 $$;
 
 -- Whether a ticket belongs to this group. Callers that compare its priority write priority + 0; otherwise reading

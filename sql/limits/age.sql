@@ -116,12 +116,7 @@ begin
             from (
                 select n.*, ceil(wanted::float8 / count(*) over ())::int as each
                 from (
-                    select
-                        t.at, t.group_key,
-                        coalesce(
-                            case when t.start_until between moment and moment + interval '1 minute' then t.start_at end,
-                            '-infinity'
-                        ) as start
+                    select t.at, t.group_key, pgqueue._start_of(t, moment) as start
                     from pgqueue.ticket as t
                     where pgqueue._is_ticket_in(t, _look_at_groups.queue, lane - 1000) and t.at <= moment
                     order by t.at

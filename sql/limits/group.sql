@@ -183,12 +183,7 @@ begin
     into tids, keys, served, starts, ats
     from (
         select
-            t.ctid as tid, t.group_key, t.served, t.at,
-            -- A time from another clock is ignored.
-            coalesce(
-                case when t.start_until between moment and moment + interval '1 minute' then t.start_at end,
-                '-infinity'
-            ) as start
+            t.ctid as tid, t.group_key, t.served, t.at, pgqueue._start_of(t, moment) as start
         from pgqueue.ticket as t
         where pgqueue._is_ticket_in(t, _next_tickets.queue, _next_tickets.priority) and t.at > start and t.at <= upto
         order by t.at
@@ -277,13 +272,7 @@ begin
         from (
             select h.tid, t.tid as ticket, h.is_over
             from (
-                select
-                    t.ctid as tid, t.group_key,
-                    coalesce(
-                        case when t.start_until between _pick_plain_groups.moment and _pick_plain_groups.moment + interval '1 minute'
-                            then t.start_at end,
-                        '-infinity'
-                    ) as start
+                select t.ctid as tid, t.group_key, pgqueue._start_of(t, _pick_plain_groups.moment) as start
                 from pgqueue.ticket as t
                 where pgqueue._is_ticket_in(t, _pick_plain_groups.queue, lane - 1000)
                     and t.at > begin_at and t.at <= _pick_plain_groups.moment
@@ -327,13 +316,11 @@ begin
             cross join lateral (
                 select case
                     when most > 1 or not exists (
-                        -- As in _has_higher, a call of which would add a fifth to the claim of a job.
+                        -- A call of _has_higher would add a fifth to the claim of a job.
                         select
                         from pgqueue.job as h
                         where pgqueue._is_in_group(h, _pick_plain_groups.queue, t.group_key)
-                            and -h.priority < 1000 - lane
-                            and h.run_at <= _pick_plain_groups.moment and h.lease_expires_at is null
-                            and ((h.terms).expires_at <= _pick_plain_groups.moment) is not true
+                            and pgqueue._is_higher(h, lane - 1000, _pick_plain_groups.moment)
                         offset 0
                     )
                     then array(

@@ -182,9 +182,7 @@ begin
         select true
         from pgqueue.job as h
         where pgqueue._is_in_group(h, _has_higher.queue, _has_higher.group_key)
-            and -h.priority < -_has_higher.priority
-            and h.run_at <= moment and h.lease_expires_at is null
-            and ((h.terms).expires_at <= moment) is not true
+            and pgqueue._is_higher(h, _has_higher.priority, moment)
         -- In this order, so that the index of groups is used.
         order by -h.priority, h.run_at
         limit 1

@@ -276,7 +276,7 @@ select is_empty(
     $$ select r.name
        from routine as r
        join pg_language as l on l.oid = r.prolang
-       where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (not (r.provolatile = 'i' or r.provolatile = 's' and (r.proretset or r.name in ('_is_free', '_is_group_paused', '_is_wanted'))) or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
+       where l.lanname = 'sql' and r.name not in ('_is_over', 'version') and (not (r.provolatile = 'i' or r.provolatile = 's' and (r.proretset or r.name in ('_is_free', '_is_group_paused', '_is_wanted', '_start_of'))) or r.prosecdef or r.proisstrict or r.proconfig is not null) $$,
     'the planner can put functions in SQL in line'
 );
 
