@@ -13,8 +13,8 @@ from soak.history import Entry, History
 # Who is cut off, or finds the server starting or stopping.
 CUT = {None, "57P01", "57P02", "57P03", "08006", "08001", "53300"}
 # What another has just done to the same job or batch; a lease that has expired; a cancelled statement;
-# 40001 in a REPEATABLE READ transaction.
-MET = {"PQ001", "PQ002", "55000", "23505", "57014", "40001"}
+# 40001 in a REPEATABLE READ transaction; 42704 if the watcher has ended what this session has prepared.
+MET = {"PQ001", "PQ002", "55000", "23505", "57014", "40001", "42704"}
 
 
 class Phase:
@@ -38,6 +38,8 @@ class Client:
         self.conn: psycopg.Connection | None = None
         self.entries: list[Entry] = []
         self.is_open = False
+        self.has_two_phases = False
+        self.is_prepared = False
 
     def acts(self) -> dict[Callable[[], None], float]:
         raise NotImplementedError
@@ -49,7 +51,9 @@ class Client:
             try:
                 self.step()
             except psycopg.Error as error:
-                self.end("unknown" if error.sqlstate in CUT else "fail", error)
+                # What is prepared may be committed by another.
+                is_unknown = error.sqlstate in CUT or self.is_prepared
+                self.end("unknown" if is_unknown else "fail", error)
             else:
                 self.end("ok")
             if self.pause:
@@ -89,19 +93,37 @@ class Client:
             self.transact(chosen)
 
     def transact(self, acts: list[Callable[[], None]]) -> None:
-        self.conn.execute("begin")
-        self.is_open = True
+        self.begin()
         for act in acts:
             if self.rng.random() < 0.1:
                 self.undo(act)
             act()
             self.dawdle()
+        self.conclude()
+
+    def begin(self) -> None:
+        self.conn.execute("begin")
+        self.is_open = True
+        self.has_two_phases = self.rng.random() < 0.07
+        if self.has_two_phases:
+            self.conn.execute("set local pgqueue.notify = off")
+
+    def conclude(self) -> None:
+        """Commit, in one phase or in two, or roll back."""
+        prepared = ""
+        if self.has_two_phases:
+            name = f"'{self.history.who} {time.time()}'"
+            self.conn.execute(f"prepare transaction {name}")
+            self.is_prepared = True
+            self.note("prepare")
+            prepared = f"prepared {name}"
+            self.dawdle()
         if self.rng.random() < 0.12:
-            self.conn.execute("rollback")
+            self.conn.execute(f"rollback {prepared}")
             self.settle("fail")
         else:
-            self.conn.execute("commit")
-        self.is_open = False
+            self.conn.execute(f"commit {prepared}")
+        self.is_open = self.is_prepared = False
 
     def undo(self, act: Callable[[], None]) -> None:
         """Do it, and roll back to before it."""
@@ -122,14 +144,18 @@ class Client:
             time.sleep(self.rng.choice([0, 0.001, 0.005, 0.02]))
 
     def call(self, what: str, query: str, given: Any = (), **facts: Any) -> list[tuple]:
-        entry: Entry = {"do": what, "start": time.time(), "end": "open", **facts}
-        self.entries.append(entry)
+        entry = self.note(what, **facts)
         rows = self.conn.execute(query, given).fetchall()
         entry["rows"] = [list(row) for row in rows]
         if not self.is_open:
             entry["end"] = "ok"
             entry["end_at"] = time.time()
         return rows
+
+    def note(self, what: str, **facts: Any) -> Entry:
+        entry: Entry = {"do": what, "start": time.time(), "end": "open", **facts}
+        self.entries.append(entry)
+        return entry
 
     def look(self, query: str, given: Any = ()) -> list:
         """What is there, for the choice of what to do."""
@@ -162,7 +188,7 @@ class Client:
                     self.conn.close()
         else:
             self.settle("ok")
-        self.is_open = False
+        self.is_open = self.is_prepared = False
         self.history.write(self.entries)
         self.entries = []
 

@@ -45,20 +45,14 @@ class Flow(Client):
         """One act in a transaction of its own; sometimes it is done, undone and done again."""
         acts = self.acts()
         (act,) = self.rng.choices(list(acts), list(acts.values()))
-        self.conn.execute("begin")
-        self.is_open = True
+        self.begin()
         if act not in (self.work, self.maintain):
             self.grow_old()
         if self.rng.random() < 0.1:
             self.undo(act)
         act()
         self.dawdle()
-        if self.rng.random() < 0.12:
-            self.conn.execute("rollback")
-            self.settle("fail")
-        else:
-            self.conn.execute("commit")
-        self.is_open = False
+        self.conclude()
 
     def grow_old(self) -> None:
         """Now and then, have a snapshot that is older than the work to do."""

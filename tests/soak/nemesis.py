@@ -142,7 +142,9 @@ class Nemesis:
         self.hold(tickets, permits, seconds=self.rng.choice([0.05, 0.5, 0.5]))
 
     def lock_table(self) -> None:
-        self.hold("lock table pgqueue.job in share mode", seconds=0.1)
+        # Behind whoever waits for it, all others wait.
+        soon = "set local lock_timeout = '500ms'"
+        self.hold(soon, "lock table pgqueue.job in share mode", seconds=0.1)
 
     def hold_snapshot(self) -> None:
         begin = "set transaction isolation level repeatable read"

@@ -78,7 +78,8 @@ class Operator(Client):
 
 
 class Watcher(Client):
-    """Looks at snapshots: what the views count, beside what there is."""
+    """Looks at snapshots: what the views count, beside what there is. It waits for nobody, so it also ends what
+    sessions that were cut off have left prepared."""
 
     pause = 0.3
     LOOK = """
@@ -96,10 +97,16 @@ class Watcher(Client):
     from pgqueue.queues as q
     """
 
+    LEFT = "select gid from pg_prepared_xacts where prepared < clock_timestamp() - interval '0.5 s'"
+
     def is_done(self) -> bool:
         return self.phase.is_over.is_set()
 
     def step(self) -> None:
+        for name in self.look(self.LEFT):
+            self.note("end prepared")
+            how = self.rng.choice(["commit", "rollback"])
+            self.conn.execute(f"{how} prepared '{name}'")
         # The view is made of functions, and all are to see the same.
         self.conn.execute("begin isolation level repeatable read")
         self.is_open = True

@@ -6,6 +6,7 @@ from soak.court import Court
 from soak.judge import INVARIANTS
 
 SHOWN = 3
+ENDS = ("ok", "fail", "unknown")
 
 
 def describe(court: Court) -> str:
@@ -41,6 +42,10 @@ def tally(court: Court) -> Counter[str]:
             "episodes with violations": int(bool(court.violations)),
             "enqueues acknowledged": int(facts.get("enqueue ok", 0)),
             "attempts recovered": int(facts.get("recovered", 0)),
+            "transactions prepared": len(court.called("prepare", end=ENDS)),
+            "of these left by sessions that were cut off": len(
+                court.called("end prepared")
+            ),
         }
     )
     found.update(f"fault: {e['what']}" for e in court.entries if e["do"] == "fault")

@@ -14,6 +14,7 @@ from soak.commits import Reader
 SETTINGS = {
     "restart_after_crash": "on",
     "wal_level": "logical",
+    "max_prepared_transactions": "100",
     "deadlock_timeout": "50ms",
 }
 
