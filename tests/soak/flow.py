@@ -4,6 +4,7 @@ There are never many, so that the ends, the enqueues and the looks of all sessio
 same jobs, and each batch soon has its end.
 """
 
+import time
 from collections.abc import Callable
 
 from soak.client import MET, Client
@@ -101,6 +102,9 @@ class Flow(Client):
             after=after,
             if_dead=if_dead,
         )
+        if batch:
+            # Meanwhile another may close the batch.
+            time.sleep(self.rng.choice([0, 0, 0.02, 0.05]))
 
     def enqueue_many(self) -> None:
         batch = self.batch()

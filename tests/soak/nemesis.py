@@ -41,8 +41,8 @@ class Nemesis:
     def run(self) -> None:
         """All faults in random order, again and again; the usual ones first."""
         usual = [
-            *(self.terminate, self.cancel, self.lock_rows, self.lock_hints),
-            *(self.crash, self.hold_snapshot),
+            *(self.terminate, self.cancel, self.lock_rows, self.lock_rows),
+            *(self.lock_hints, self.crash, self.hold_snapshot),
         ]
         others = [
             *(self.terminate, self.cancel, self.lock_rows, self.lock_table),

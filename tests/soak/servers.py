@@ -74,6 +74,9 @@ class Servers:
         listening = psycopg.conninfo.conninfo_to_dict(private(new, keep=True))
         with psycopg.connect(**listening, autocommit=True) as conn:
             conn.execute("select pg_promote()")
+            # The log of the new server begins when all transactions of the old one have ended.
+            for (name,) in conn.execute("select gid from pg_prepared_xacts"):
+                conn.execute(f"rollback prepared '{name}'")
         reader.begin(private(new, keep=True))
         new.stop()
         configure(new, port=new.port)
