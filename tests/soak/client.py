@@ -137,6 +137,7 @@ class Client:
         self.conn.execute("rollback to undone")
         for entry in self.entries[before:]:
             entry["end"] = "fail"
+            entry["end_at"] = time.time()
 
     def dawdle(self) -> None:
         """Keep the transaction open, often enough."""

@@ -7,6 +7,7 @@ from soak.commits import Change, Row, Transaction
 from soak.history import Entry
 
 ENDS = {"completed", "dead", "cancelled"}
+ANY_END = ("ok", "fail", "unknown")  # of a call
 
 
 class Court:

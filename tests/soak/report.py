@@ -2,11 +2,10 @@
 
 from collections import Counter
 
-from soak.court import Court
+from soak.court import ANY_END, Court
 from soak.judge import INVARIANTS
 
 SHOWN = 3
-ENDS = ("ok", "fail", "unknown")
 
 
 def describe(court: Court) -> str:
@@ -42,7 +41,7 @@ def tally(court: Court) -> Counter[str]:
             "episodes with violations": int(bool(court.violations)),
             "enqueues acknowledged": int(facts.get("enqueue ok", 0)),
             "attempts recovered": int(facts.get("recovered", 0)),
-            "transactions prepared": len(court.called("prepare", end=ENDS)),
+            "transactions prepared": len(court.called("prepare", end=ANY_END)),
             "of these left by sessions that were cut off": len(
                 court.called("end prepared")
             ),

@@ -1,11 +1,11 @@
 """What clients were told, compared with what has committed."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from soak import scene
 from soak.client import CUT
 from soak.commits import Row
-from soak.court import Rule, is_claim
+from soak.court import ANY_END, Rule, is_claim
 from soak.history import Entry
 
 
@@ -190,6 +190,12 @@ class Kept(Rule):
             for e in self.court.called("pause", end=("ok", "unknown"))
         ]
         self.excuses = {scene.WORK: locks, scene.SIDE: locks + pauses}
+        # When a transaction had the job locked, if only to be rolled back. Who was cut off may have had it prepared.
+        self.taken: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for e in self.court.called("claim", "enqueue", end=ANY_END):
+            until = e["end_at"] + (e["end"] == "unknown") * 2
+            for row in e.get("rows", ()):
+                self.taken[row[0]].append((e["start"], until))
         self.ready: dict[int, tuple[float, str]] = {}
         self.spans: list[tuple[float, float, int, str]] = []
 
@@ -219,18 +225,17 @@ class Kept(Rule):
                 if queue in e["queues"]
                 and start + self.AT_ONCE < e["start"]
                 and e["end_at"] < end
-                and not self.is_excused(e, queue)
+                and not self.is_excused(e, [*self.excuses[queue], *self.taken[id]])
             )
             if idle and max(idle.values()) > 1:
                 text = f"{id} of {queue} was free for {end - start:.1f} s, and claims found nothing: {dict(idle)}"
                 court.violated("I10", text)
         self.finish_calm()
 
-    def is_excused(self, claim: Entry, queue: str) -> bool:
-        """Perhaps the jobs were locked, or their queue was paused."""
+    def is_excused(self, claim: Entry, excuses: list[tuple[float, float]]) -> bool:
+        """Perhaps the job was locked, or its queue was paused."""
         return any(
-            start < claim["end_at"] and claim["start"] < end
-            for start, end in self.excuses[queue]
+            start < claim["end_at"] and claim["start"] < end for start, end in excuses
         )
 
     def finish_calm(self) -> None:
