@@ -84,7 +84,7 @@ class Acknowledged(Rule):
             found = {
                 id
                 for id in ids & self.inserted.keys()
-                if self.inserted[id] <= entry.get("end_at", float("inf"))
+                if self.inserted[id] <= entry["end_at"]
             }
             if entry["end"] == "fail" and "marks" not in entry and found:
                 court.violated("I2", f"{found} were rolled back, and are there")
