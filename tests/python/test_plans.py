@@ -990,6 +990,9 @@ def test_a_claim_finds_the_last_free_permit_of_a_thousand_at_once(db, setting):
         # A claim that finds too few permits makes more, for the next.
         while one(db, "select count(*) from pgqueue.claim('q', 'w', 1000)"):
             pass
+        # Out of the way: how often a claim crosses those that run is a matter of time.
+        db.execute("update pgqueue.job set priority = -5 where token is not null")
+        db.execute("vacuum pgqueue.job")
         ends = "(select pgqueue.complete(id, token) from pgqueue.job where token is not null limit 1)"
         pages = []
         for _ in range(10):
