@@ -45,7 +45,7 @@ class Acknowledged(Rule):
 
     def finish(self) -> None:
         court = self.court
-        entries = court.called("enqueue", end=("ok", "fail", "unknown"))
+        entries = court.called("enqueue", end=ANY_END)
         self.check_enqueues(entries)
         asked = Counter(
             mark for e in entries if e["end"] != "fail" for mark in e.get("marks", [])
@@ -219,13 +219,14 @@ class Kept(Rule):
             e for e in court.called("claim") if not e["rows"] and not e.get("kinds")
         ]
         for start, end, id, queue in self.spans:
+            excuses = self.excuses[queue] + self.taken[id]
             idle = Counter(
                 e["who"]
                 for e in vain
                 if queue in e["queues"]
                 and start + self.AT_ONCE < e["start"]
                 and e["end_at"] < end
-                and not self.is_excused(e, [*self.excuses[queue], *self.taken[id]])
+                and not self.is_excused(e, excuses)
             )
             if idle and max(idle.values()) > 1:
                 text = f"{id} of {queue} was free for {end - start:.1f} s, and claims found nothing: {dict(idle)}"

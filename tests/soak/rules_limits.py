@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from soak import scene
 from soak.commits import Row, Transaction
-from soak.court import Rule, is_claim
+from soak.court import ANY_END, Rule, is_claim
 from soak.scene import Scope
 
 
@@ -122,7 +122,7 @@ class Pauses(Rule):
 
     def prepare(self) -> None:
         pauses = self.court.called("pause")
-        resumes = self.court.called("resume", end=("ok", "fail", "unknown"))
+        resumes = self.court.called("resume", end=ANY_END)
         self.paused = [
             (
                 e["end_at"],

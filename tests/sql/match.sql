@@ -29,7 +29,7 @@ select pg_temp.uses('select from pgqueue.job as j where pgqueue._is_in_group(j, 
 select pg_temp.uses('select from pgqueue.ticket as t where pgqueue._is_ticket_in(t, ''q'', 0)', 'ticket_lane_idx');
 select pg_temp.uses('select from pgqueue.ticket as t where pgqueue._is_ticket_of(t, ''q'', ''g'')', 'ticket_group_idx');
 select pg_temp.uses('select from pgqueue.permit as p where pgqueue._is_permit_of(p, ''q'', '''', ''g'')', 'permit_scope_idx');
-select unalike(
+select doesnt_match(
     pg_temp.plan_of($$
         select from pgqueue.job as j
         join pgqueue.permit as p on pgqueue._is_permit_of(p, j.queue, '', j.group_key) and pgqueue._is_free(p, false, 1, now())
@@ -37,7 +37,7 @@ select unalike(
         where pgqueue._is_in_group(j, 'q', 'g') and pgqueue._is_ready(j, '-infinity', now(), false)
             and not pgqueue._is_higher(j, 1, now()) and pgqueue._is_wanted(j.kind, j.group_key, '{a}', '{}')
     $$),
-    '%pgqueue._is_%', 'no function is left to be called'
+    'pgqueue[.]_[a-z_]+[(]', 'no function is left to be called'
 );
 
 -- Whom a claim wants
