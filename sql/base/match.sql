@@ -90,16 +90,6 @@ as $$
     end
 $$;
 
--- Whether a job is due, free, and of a higher priority than this.
-create or replace function pgqueue._is_higher(job pgqueue.job, priority int, moment timestamptz)
-    returns boolean
-    language sql
-    immutable
-as $$
-    select -(job).priority < -_is_higher.priority and (job).run_at <= moment and (job).lease_expires_at is null
-        and (((job).terms).expires_at <= moment) is not true
-$$;
-
 -- Whether a ticket is in the lane of groups of this priority.
 create or replace function pgqueue._is_ticket_in(ticket pgqueue.ticket, queue text, priority int)
     returns boolean

@@ -320,7 +320,8 @@ begin
                         select
                         from pgqueue.job as h
                         where pgqueue._is_in_group(h, _pick_plain_groups.queue, t.group_key)
-                            and pgqueue._is_higher(h, lane - 1000, _pick_plain_groups.moment)
+                            and -h.priority < 1000 - lane
+                            and pgqueue._is_ready(h, '-infinity', _pick_plain_groups.moment, true)
                         offset 0
                     )
                     then array(

@@ -182,7 +182,7 @@ begin
         select true
         from pgqueue.job as h
         where pgqueue._is_in_group(h, _has_higher.queue, _has_higher.group_key)
-            and pgqueue._is_higher(h, _has_higher.priority, moment)
+            and -h.priority < -_has_higher.priority and pgqueue._is_ready(h, '-infinity', moment, true)
         -- In this order, so that the index of groups is used.
         order by -h.priority, h.run_at
         limit 1

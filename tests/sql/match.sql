@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(8);
+select plan(7);
 
 set local enable_seqscan = off;
 set local enable_bitmapscan = off;
@@ -35,7 +35,7 @@ select doesnt_match(
         join pgqueue.permit as p on pgqueue._is_permit_of(p, j.queue, '', j.group_key) and pgqueue._is_free(p, false, 1, now())
         join pgqueue.ticket as t on pgqueue._is_ticket_of(t, j.queue, j.group_key) and pgqueue._start_of(t, now()) < now()
         where pgqueue._is_in_group(j, 'q', 'g') and pgqueue._is_ready(j, '-infinity', now(), false)
-            and not pgqueue._is_higher(j, 1, now()) and pgqueue._is_wanted(j.kind, j.group_key, '{a}', '{}')
+            and pgqueue._is_wanted(j.kind, j.group_key, '{a}', '{}')
     $$),
     'pgqueue[.]_[a-z_]+[(]', 'no function is left to be called'
 );
@@ -51,21 +51,6 @@ select results_eq(
        ) as w (kind, key, kinds, paused) $$,
     'values (true), (false), (true), (false), (true), (false), (true), (true)',
     'a claim wants jobs of its kinds, unless they are paused; what is said of a group comes before what is said of a kind'
-);
-
--- What must come before a job
-select results_eq(
-    $$ select pgqueue._is_higher(j, 5, '2026-01-01')
-       from (values
-           (5, '2026-01-01', null::timestamptz, null::timestamptz), (6, '2026-01-01', null, null),
-           (6, '2026-01-01 00:01', null, null), (6, '2026-01-01', '2026-02-01', null), (6, '2026-01-01', '2025-12-31', null),
-           (6, '2026-01-01', null, '2026-01-01'), (6, '2026-01-01', null, '2026-01-02')
-       ) as w (priority, run_at, lease_expires_at, expires_at)
-       cross join lateral jsonb_populate_record(
-           null::pgqueue.job, to_jsonb(w) || jsonb_build_object('terms', jsonb_build_object('expires_at', w.expires_at))
-       ) as j $$,
-    'values (false), (true), (false), (false), (false), (false), (true)',
-    'only a job of a higher priority that is due, has no lease and has not expired comes before another'
 );
 
 select * from finish();
