@@ -167,18 +167,27 @@ def test_a_role_with_create_on_the_database_can_install_use_and_drop_the_extensi
 
 
 def test_an_empty_install_is_small_and_takes_few_locks(empty):
-    with psycopg.connect(dbname=empty) as conn:
-        before = one(conn, "select pg_database_size(current_database())")
-        conn.execute("create extension pgqueue")
-        # Each takes one of the places that max_locks_per_transaction is about, in whatever modes.
-        locked = one(
-            conn,
-            "select count(distinct (locktype, relation, classid, objid)) from pg_locks"
-            " where pid = pg_backend_pid()",
-        )
-        assert 200 < locked <= 500
-        added = one(conn, "select pg_database_size(current_database())") - before
-        assert 1_000_000 < added <= 4 << 20
+    added = []
+    # Busy neighbours make the catalogs up to 50 kB larger, never smaller: a session that has fallen behind
+    # their invalidations forgets which pages it was filling.
+    for _ in range(3):
+        with psycopg.connect(dbname=empty) as conn:
+            before = one(conn, "select pg_database_size(current_database())")
+            conn.execute("create extension pgqueue")
+            # Each takes one of the places that max_locks_per_transaction is about, in whatever modes.
+            locked = one(
+                conn,
+                "select count(distinct (locktype, relation, classid, objid)) from pg_locks"
+                " where pid = pg_backend_pid()",
+            )
+            assert 200 < locked <= 500
+            added.append(
+                one(conn, "select pg_database_size(current_database())") - before
+            )
+        with psycopg.connect(dbname="postgres", autocommit=True) as admin:
+            admin.execute(f"drop database {empty} with (force)")
+            admin.execute(f"create database {empty}")
+    assert 1_000_000 < min(added) <= 4 << 20
 
 
 def test_an_existing_schema_pgqueue_stops_the_install(empty):
