@@ -201,6 +201,8 @@ select is(pg_temp.claimed('lower', 9), '', 'and no more run');
 select pgqueue.configure('quick', group_limit => 1);
 select pgqueue.enqueue('quick', group_key => 'g' || n) from generate_series(1, 60) as n;
 select pg_temp.commit();
+-- A slow walk of another test file would rule that way out for a while.
+select setval('pgqueue._cell_groups_slow', 0);
 set local track_functions = 'pl';
 select count(*) from generate_series(1, 10) as n cross join lateral pgqueue.claim('quick', 'w' || n, 5);
 select cmp_ok(
