@@ -168,7 +168,7 @@ installcheck: ## the SQL tests, on the installed server of PGHOST, PGPORT ...
 	@psql -Xqw -d $(CHECK_DB) -v ON_ERROR_STOP=1 -c 'create extension pgtap' \
 	    -c 'create extension pgqueue'
 	@PGDATABASE=$(CHECK_DB) PGOPTIONS="$$PGOPTIONS -c statement_timeout=5min" \
-	    pg_prove --ext .sql --recurse tests/sql
+	    pg_prove --ext .sql --recurse $(if $(PGQUEUE_TEST_LONG),--shuffle) tests/sql
 	@psql -Xqw -d postgres -c 'drop database $(CHECK_DB)'
 
 # What is published is what is committed.

@@ -405,16 +405,22 @@ end;
 $$;
 
 -- Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more than 20 ms from this
--- moment on; returns whether that was all there is.
+-- moment on; returns whether that was all there is. If not, a next such sweep of any session waits, so that many idle
+-- workers do not sweep more than one.
 create or replace function pgqueue._sweep_all(moment timestamptz)
     returns boolean
     language plpgsql
 as $$
 declare
+    now_us bigint := pgqueue._since_2020(moment);
     -- It continues where the last sweep stopped, up to the end, and then goes from the beginning to the end.
     ends int := 1 + coalesce(pg_sequence_last_value('pgqueue._cell_groups_swept') > -9223372036854775808, false)::int;
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
+    -- More than 50 ms ahead: the last sweep was a long one.
+    if pg_sequence_last_value('pgqueue._cell_groups_due') between now_us + 50001 and now_us + 60000000 then
+        return false;
+    end if;
     for step in 1 .. 20 loop
         if pages > 0 then
             perform pgqueue._sweep_permits();
@@ -425,6 +431,9 @@ begin
         end if;
         exit when ends = 0 and pages <= 0 or clock_timestamp() > moment + interval '20 milliseconds';
     end loop;
+    if ends > 0 or pages > 0 then
+        perform setval('pgqueue._cell_groups_due', pgqueue._swept_until(moment, '50 milliseconds'));
+    end if;
     return ends = 0 and pages <= 0;
 end;
 $$;

@@ -61,7 +61,7 @@ select pgqueue.enqueue('c', after => array[:a]) as d \gset
 select is(pg_temp.state(:d), 'ready', 'a job that completed before counts');
 select pgqueue.enqueue('c', after => '{}') as d \gset
 select is(pg_temp.state(:d), 'ready', 'to wait for nothing is not to wait');
-select throws_ok($$ select pgqueue.enqueue('c', after => array[1000000]) $$, 'PQ001', null, 'an id that never was is refused');
+select throws_ok($$ select pgqueue.enqueue('c', after => array[1000000000000]) $$, 'PQ001', null, 'an id that never was is refused');
 select throws_ok($$ select pgqueue.enqueue('c', after => array[0]) $$, 'PQ001', null, 'so is 0');
 select throws_ok($$ select pgqueue.enqueue('c', after => array[null::bigint]) $$, '22023', null, 'and null');
 select throws_ok($$ select pgqueue.enqueue('c', if_dead => 'x') $$, '22023', null, 'and an unknown if_dead');

@@ -3,7 +3,9 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(16);
+select plan(20);
+
+\ir limits.psql
 
 create function pg_temp.is_near(rest interval, target interval) returns boolean
     language sql as $$ select $1 between $2 - interval '10 s' and $2 $$;
@@ -60,8 +62,9 @@ select ok(
 -- Each rest sweeps for at most 20 ms, which on a busy machine may not be enough for all.
 do $$
 begin
-    for attempt in 1 .. 20 loop
+    for attempt in 1 .. 500 loop
         exit when (select count(*) from pgqueue.ticket where queue = 'lost') = 60;
+        perform setval('pgqueue._cell_groups_due', 1);
         assert pgqueue.rest(array['lost'], park => false) <= '1 s', 'it rests briefly until all have one';
     end loop;
 end;
@@ -85,12 +88,12 @@ select ok(
 select pgqueue.enqueue('waits', kind => 'other', group_key => 'g');
 select pgqueue.enqueue('waits', kind => 'k', group_key => 'g', after => array[pgqueue.enqueue('first')]);
 select is(
-    pgqueue.rest(array['waits'], array['k'], park => false), null,
+    pg_temp.rested('waits', array['k']), null,
     'a worker of one kind rests until it is notified while what there is of it in a group waits for another job'
 );
 select pgqueue.enqueue('waits', kind => 'k', group_key => 'g', run_at => clock_timestamp() + interval '1 hour');
 select ok(
-    pg_temp.is_near(pgqueue.rest(array['waits'], array['k'], park => false), '1 hour'), 'or until there is another one'
+    pg_temp.is_near(pg_temp.rested('waits', array['k']), '1 hour'), 'or until there is another one'
 );
 
 select pgqueue.enqueue('after', after => array[pgqueue.enqueue('after')]);
@@ -99,6 +102,29 @@ select ok(
     pg_sequence_last_value('pgqueue._cell_due') <= pgqueue._since_2020(clock_timestamp() + interval '1 second'),
     'a look at loose ends that has waited for the machine does not put off the next one for long'
 );
+
+-- Many idle workers sweep no more than one
+select pgqueue.enqueue('many', group_key => 'group ' || n) from generate_series(1, 600) as n;
+select pgqueue.pause('many');
+set local track_functions = 'pl';
+-- How many groups, 25 at a time, a rest looks at.
+create function pg_temp.swept() returns bigint
+    language plpgsql
+as $$
+declare
+    before bigint := coalesce(pg_stat_get_xact_function_calls('pgqueue._sweep_some'::regproc), 0);
+begin
+    perform pgqueue.rest(array['many'], park => false);
+    return pg_stat_get_xact_function_calls('pgqueue._sweep_some'::regproc) - before;
+end;
+$$;
+select setval('pgqueue._cell_groups_due', 1);
+select cmp_ok(pg_temp.swept(), '>', 0::bigint, 'a rest sweeps some of many groups');
+select is(pg_temp.swept(), 0::bigint, 'and the next one, of any session, leaves them alone');
+select is(pgqueue.rest(array['many'], park => false), interval '1 second', 'but rests briefly');
+select setval('pgqueue._cell_groups_due', 1);
+select cmp_ok(pg_temp.swept(), '>', 0::bigint, 'when it is time, a rest goes on with them');
+select setval('pgqueue._cell_groups_due', 1);
 
 select * from finish();
 rollback;

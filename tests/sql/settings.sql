@@ -5,6 +5,8 @@ create extension if not exists pgtap;
 create extension if not exists pgqueue;
 select plan(75);
 
+\ir limits.psql
+
 -- Pause and resume
 
 select pgqueue.enqueue('pa'), pgqueue.enqueue('pb');
@@ -279,21 +281,6 @@ as $$
     ) as c,
     lateral pgqueue.release(array[c.id], array[c.token])
 $$;
--- Until a rest has swept all groups, for which it takes 20 ms at most, it says a second: ask it again.
-create function pg_temp.may_sleep(queue text, kinds text[] default null)
-    returns interval
-    language plpgsql
-as $$
-declare
-    pause interval;
-begin
-    for attempt in 1 .. 100 loop
-        pause := pgqueue.rest(array[queue], kinds, false);
-        exit when pause is distinct from interval '1 second';
-    end loop;
-    return pause;
-end;
-$$;
 truncate pgqueue.queue, pgqueue.job;
 select pgqueue.enqueue('n', to_jsonb(j.name), kind => j.kind, group_key => j.group_key)
 from (values ('a', 'a', null), ('ag', 'a', 'g'), ('ah', 'a', 'h'), ('b', 'b', null), ('bg', 'b', 'g'))
@@ -309,7 +296,7 @@ select is(
     2::bigint, 'claim_from passes over a paused kind'
 );
 select lives_ok($$ select pgqueue.enqueue('n', '"new"', kind => 'a') $$, 'a paused kind takes jobs in');
-select is(pg_temp.may_sleep('n', '{a}'), null, 'a worker that waits only for a paused kind may sleep');
+select is(pg_temp.rested('n', '{a}'), null, 'a worker that waits only for a paused kind may sleep');
 select is(pgqueue.rest(array['n'], park => false), interval '0', 'and one that also waits for others may not');
 select pgqueue.resume('n', kind => 'a');
 select is(pg_temp.taken('n'), 'a ag ah b bg new', 'resume lets the next claim find all of them');
@@ -352,7 +339,7 @@ select pgqueue.pause('f', kind => 'a');
 select pgqueue.enqueue('f', kind => 'a', run_at => clock_timestamp() + '1 hour');
 select pgqueue.enqueue('f', kind => 'b', run_at => clock_timestamp() + '2 hours');
 select cmp_ok(
-    pgqueue.rest(array['f'], park => false), '>', interval '119 min', 'rest does not wait for a paused kind'
+    pg_temp.rested('f'), '>', interval '119 min', 'rest does not wait for a paused kind'
 );
 select pgqueue.enqueue_many('deep', array_fill('"a"'::jsonb, array[5000]), kind => 'a');
 select pgqueue.enqueue('deep', '"b"', kind => 'b');
