@@ -280,6 +280,7 @@ declare
     shares int[];
     lanes int[];
     lane int;
+    walked int[] := '{}';
     wanted int;
     is_whole boolean := false;
     taken tid[];
@@ -304,6 +305,8 @@ begin
         for place in 1 .. cardinality(lanes) loop
             lane := lanes[place];
             exit when lane = -1000;
+            -- _pick_groups has come to the end of it and found nothing.
+            continue when is_whole and lane > 500 and lane = any (walked);
             wanted := least(shares[place], max_jobs - cardinality(picks));
             -- A lane may come twice, once for its share by age.
             taken := case when served is not null then nullif(picks, '{}') end;
@@ -322,6 +325,7 @@ begin
             end if;
             exit when cardinality(picks) = max_jobs;
         end loop;
+        walked := walked || lanes;
         exit when is_whole or cardinality(picks) = max_jobs or picks <> '{}' and (-1000 = any (noted)) is not true;
         live := coalesce(live, pgqueue._due_lanes(queue, moment));
         if -1000 = any (noted) then

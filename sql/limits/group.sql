@@ -418,7 +418,9 @@ declare
     pages int := pg_relation_size('pgqueue.permit') / current_setting('block_size')::int;
 begin
     -- More than 50 ms ahead: the last sweep was a long one.
-    if pg_sequence_last_value('pgqueue._cell_groups_due') between now_us + 50001 and now_us + 60000000 then
+    if (ends = 2 or pages > 40)
+        and pg_sequence_last_value('pgqueue._cell_groups_due') between now_us + 50001 and now_us + 60000000
+    then
         return false;
     end if;
     for step in 1 .. 20 loop
@@ -466,6 +468,7 @@ declare
     -- Whether a claim for other kinds, or when a cap is no longer full, may take what this one may not.
     is_filtered boolean := kinds is not null or paused is not null and new_token is not null;
     leaves_out boolean := num_nonnulls(kinds, paused) > 0;
+    is_strict boolean := shared.group_limit = 1 and shared.has_groups is not true;
     believed record;
     -- Where to start: earlier walks found nothing before it.
     front timestamptz := '-infinity'::timestamptz;
@@ -476,8 +479,7 @@ declare
     first_stage text := case when known.reached is null or is_whole then 'all' else 'ahead' end;
     stage text := first_stage;
     start timestamptz;
-    -- Not moment: under caps this may be a second pick, and the tickets of the first have been moved.
-    upto timestamptz := clock_timestamp();
+    upto timestamptz;
     -- Several jobs from each of a few groups are cheaper than one job from each of many.
     batch int := least(wanted, greatest(10, ceil(sqrt(wanted)), ceil(wanted::float8 / shared.group_limit)));
     began timestamptz := clock_timestamp();
@@ -504,6 +506,8 @@ declare
 begin
     picks := '{}';
     perform pgqueue._sweep_groups_if_due(moment, new_token);
+    -- Later than the tickets of this sweep, and than those of a first pick under caps, which have been moved.
+    upto := clock_timestamp();
     if leaves_out and known.reached is not null then
         believed := pgqueue._believed(key, moment);
         if believed.until is not null then
@@ -536,7 +540,12 @@ begin
             is_cut := is_cut and not is_none;
             exit when is_none;
         else
-            met := pgqueue._next_tickets(queue, own_priority, start, upto, batch, stage <> 'guest', moment);
+            met := pgqueue._next_tickets(
+                queue, own_priority, start,
+                -- Whoever has just locked the ticket of a group that gives one job at a time is about to take that one.
+                case when stage = 'guest' and is_strict then moment - interval '100 milliseconds' else upto end,
+                batch, stage <> 'guest', moment
+            );
             are_locked := are_locked or met.others > 0;
         end if;
         if met.keys is null and stage = 'new' then

@@ -1142,6 +1142,38 @@ def test_no_job_overtakes_while_a_claim_has_the_ticket_of_its_group(
 
 
 @pytest.mark.needs_hints
+@pytest.mark.parametrize("due_for", ["0", "1 second"])
+def test_who_finds_a_ticket_locked_leaves_a_group_with_a_limit_of_one_for_a_moment(
+    db, connect, due_for
+):
+    """Whoever has locked it is about to take its job, and many sessions may have been woken for that job."""
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    for _ in range(2):
+        db.execute("select pgqueue.enqueue('q', group_key => 'g')")
+    claimer, other = connect(autocommit=False), connect(autocommit=False)
+    claim = "select id from pgqueue.claim('q', 'w')"
+    for _ in range(100):
+        due_at = one(
+            db,
+            "update pgqueue.ticket set at = clock_timestamp() - %s::interval returning at",
+            due_for,
+        )
+        assert claimer.execute(claim).fetchone()
+        other.execute("set local track_functions = 'pl'")
+        assert other.execute(claim).fetchone() is None
+        looks, is_late = other.execute(
+            "select coalesce(pg_stat_get_xact_function_calls('pgqueue._serve_groups'::regproc), 0),"
+            " clock_timestamp() > %s + interval '100 milliseconds'",
+            (due_at,),
+        ).fetchone()
+        claimer.rollback(), other.rollback()
+        if is_late == (due_for != "0"):
+            break
+    assert is_late == (due_for != "0")
+    assert looks == is_late
+
+
+@pytest.mark.needs_hints
 def test_no_job_overtakes_when_one_of_higher_priority_ends_while_a_claim_looks(
     db, connect
 ):

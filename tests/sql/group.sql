@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(41);
+select plan(44);
 
 \ir limits.psql
 
@@ -170,6 +170,16 @@ select pgqueue._sweep_groups_if_due(clock_timestamp() - interval '1 minute', nul
 select ok(
     pg_sequence_last_value('pgqueue._cell_groups_due') <= pgqueue._since_2020(clock_timestamp() + interval '1 second'),
     'a sweep that has waited for the machine does not put off the next one for long'
+);
+
+select pgqueue.configure('once', group_limit => 1);
+select pg_temp.letters('once', 'aabb');
+select is(pg_temp.given('once', 9), 'ab', 'a group with a limit of one gives one job');
+set local track_functions = 'pl';
+select is_empty($$ select from pgqueue.claim('once', 'w', 9) $$, 'and then none');
+select is(
+    pg_stat_get_xact_function_calls('pgqueue._pick_groups'::regproc), 1::bigint,
+    'a claim that finds nothing walks the groups of a lane once'
 );
 
 select * from finish();
