@@ -280,7 +280,7 @@ declare
     shares int[];
     lanes int[];
     lane int;
-    walked int[] := '{}';
+    walked int[] := '{}'::int[];
     wanted int;
     is_whole boolean := false;
     taken tid[];
