@@ -405,8 +405,8 @@ end;
 $$;
 
 -- Sweeps the next 500 groups and 40 pages of permits, or fewer if that takes more than 20 ms from this
--- moment on; returns whether that was all there is. If not, a next such sweep of any session waits, so that many idle
--- workers do not sweep more than one.
+-- moment on; returns whether that was all there is. If not, the next such sweep, in whatever session, has to wait, so
+-- that many idle workers sweep no more than one.
 create or replace function pgqueue._sweep_all(moment timestamptz)
     returns boolean
     language plpgsql
