@@ -325,8 +325,8 @@ begin
             end if;
             exit when cardinality(picks) = max_jobs;
         end loop;
-        walked := walked || lanes;
         exit when is_whole or cardinality(picks) = max_jobs or picks <> '{}' and (-1000 = any (noted)) is not true;
+        walked := walked || lanes;
         live := coalesce(live, pgqueue._due_lanes(queue, moment));
         if -1000 = any (noted) then
             -- Next, the lanes for which the list had no room.

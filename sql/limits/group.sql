@@ -516,10 +516,6 @@ begin
             was_none := believed.is_none;
         end if;
         if front > '-infinity' then
-            if is_whole and known_at > moment - interval '11 milliseconds' then
-                -- This claim has just looked there itself.
-                return;
-            end if;
             stage := 'new';
         end if;
     end if;
