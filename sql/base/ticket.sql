@@ -450,9 +450,13 @@ begin
         ) as j on true
         where num_nonnulls(kinds, paused) = 0 or j.run_at is not null
     ), (
-        select min(j.lease_expires_at)
+        select min(case
+            -- One that began before there was a limit, whose end may make no ticket due: see _count_running.
+            when is_strict and j.permits is null and j.lease_expires_at > moment then moment + interval '1 second'
+            else j.lease_expires_at
+        end)
         from (
-            select j.lease_expires_at
+            select j.lease_expires_at, j.permits
             from pgqueue.job as j
             where pgqueue._is_in_lane(j, _until_ticket.queue, lane) and j.run_at <= moment
             order by j.run_at, j.id

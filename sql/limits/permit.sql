@@ -564,11 +564,13 @@ begin
     ), has as (
         select g.* from given as g union all select m.* from made as m
     )
-    -- A job that is locked, and so probably ending, need not know of its permit.
+    -- A job that is locked, and so probably ending, need not know of its permit. In a later statement of a transaction,
+    -- which may stay open and would hold up the ends of these jobs, none is told: then claims find out, and rests look
+    -- every second.
     update pgqueue.job as j
     set permits = j.permits || h.tid
     from has as h
-    where j.ctid = any (array(
+    where now() = statement_timestamp() and j.ctid = any (array(
         select k.tid
         from has as o
         cross join lateral (
@@ -580,9 +582,9 @@ begin
 end;
 $$;
 
--- The permits of a cap: whether each is held, until when at the latest (the end of the lease or of the
--- period), and which job holds it. A running job of _in_doubt holds its permit, but is_held is false: its end does not
--- return the permit, so a claim has to find out.
+-- The permits of a cap: whether each is held, until when it need not be looked at again (the end of the lease or of
+-- the period), and which job holds it. A running job of _in_doubt holds its permit, but is_held is false: its end does
+-- not return the permit, so a claim has to find out.
 create or replace function pgqueue._permits(queue text, cap pgqueue._cap, moment timestamptz)
     returns table (place int, is_held boolean, free_at timestamptz, holder bigint)
     language plpgsql
@@ -599,11 +601,17 @@ begin
                 -- A retry that is due may take the permit that it has kept.
                 else coalesce(j.token = p.token or j.token is null and j.run_at > _permits.moment, false)
             end as is_held,
-            case when cap.is_rate then p.free_at else coalesce(j.lease_expires_at, j.run_at) end as free_at,
+            case
+                when cap.is_rate then p.free_at
+                -- Its end will not return it: see _count_running.
+                when j.token = p.token and (p.ctid = any (j.permits)) is not true
+                    then least(j.lease_expires_at, _permits.moment + interval '1 second')
+                else coalesce(j.lease_expires_at, j.run_at)
+            end as free_at,
             j.id as holder
         from pgqueue.permit as p
         left join lateral (
-            select j.id, j.token, j.lease_expires_at, j.run_at
+            select j.id, j.token, j.lease_expires_at, j.run_at, j.permits
             from pgqueue.job as j
             where j.id = p.job_id and (
                 pgqueue._holds(j.token, j.permits, p.token, p.group_key) or p.token = -1 and j.token is not null and not exists (

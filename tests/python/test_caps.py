@@ -124,12 +124,16 @@ def test_an_open_end_of_an_attempt_frees_its_place_when_it_commits(
 
 @pytest.mark.parametrize("scope", RUNNING)
 @pytest.mark.parametrize("end", [end for end in ENDS if end != "delete"])
+@pytest.mark.parametrize("is_set_late", [False, True])
 def test_who_rests_before_a_full_cap_is_woken_by_the_end_of_an_attempt(
-    db, connect, scope, end
+    db, connect, scope, end, is_set_late
 ):
-    configure(db, scope)
+    if not is_set_late:
+        configure(db, scope)
     enqueue(db, 2)
-    ((id, token),) = claim(db).items()
+    ((id, token),) = soon(lambda: claim(db, 1)).items()
+    if is_set_late:
+        configure(db, scope)
     waiting = connect()
     waiting.execute("listen pgqueue")
     assert claim(waiting) == {}
@@ -387,29 +391,39 @@ def test_an_open_claim_has_one_place_of_a_new_limit(db, connect, limit):
     assert claim(other) == {}
 
 
+@pytest.mark.needs_hints
+@pytest.mark.parametrize("end", [end for end in ENDS if end != "delete"])
 @pytest.mark.parametrize("limit", LIMITS)
-def test_jobs_that_run_without_a_limit_end_once_their_first_one_is_committed(
-    db, connect, blocked, limit
-):
-    other = connect()
+def test_jobs_that_run_before_their_first_limit_make_way_at_once(db, limit, end):
     enqueue(db, 3)
-    ((id, token),) = soon(lambda: claim(db, 1)).items()
-    lease = "select lease_expires_at from pgqueue.job where id = %s"
+    jobs = claim(db, 1) | claim(db, 1)
+    set_limit(db, limit, 1)
+    for id, token in jobs.items():
+        assert claim(db) == {}
+        db.execute(ENDS[end], {"id": id, "token": token})
+    assert len(claim(db)) == 1
+
+
+@pytest.mark.waits_for_sweeps
+@pytest.mark.parametrize("limit", LIMITS)
+def test_jobs_that_run_can_end_before_their_first_limit_is_committed(db, connect, limit):
+    other = connect()
+    enqueue(db, 4)
+    jobs = soon(lambda: claim(db, 2)) | soon(lambda: claim(db, 1))
+    ids, tokens = list(jobs), list(jobs.values())
+    db.execute("set lock_timeout = '1 ms'")
     with other.transaction():
         set_limit(other, limit, 1)
-        enqueue(db)
-        assert claim(db) == {}
-        before = one(db, lease, id)
-        db.execute("set lock_timeout = '1 ms'")
-        extend = "select status from pgqueue.extend(array[%s::bigint], array[%s::bigint], '1 h')"
-        assert db.execute(extend, (id, token)).fetchone() == ("held",)
-        db.execute("reset lock_timeout")
-        assert one(db, lease, id) == before
-        complete = f"select pgqueue.complete({id}, {token})"
-        db.pgconn.send_query(complete.encode())
-        blocked(db)
-    assert db.pgconn.get_result().error_message == b""
-    assert db.pgconn.get_result() is None
+        extend = "select extend.status from pgqueue.extend(%s, %s, '1 h')"
+        assert column(db, extend, ids, tokens) == ["held"] * len(ids)
+        until = "select min(lease_expires_at) > now() + '30 min' from pgqueue.job where id = any (%s)"
+        assert one(db, until, ids)
+        db.execute("select pgqueue.complete(%s, %s)", (ids[0], tokens[0]))
+    for id, token in list(jobs.items())[1:]:
+        assert claim(db) == {}, "others run"
+        # So that nobody relies on their ends, which do not know of the limit.
+        assert one(db, "select pgqueue.rest(array['q']) <= interval '1 s'")
+        db.execute("select pgqueue.complete(%s, %s)", (id, token))
     assert len(soon(lambda: claim(db))) == 1
     assert claim(db) == {}
 

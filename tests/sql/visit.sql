@@ -141,6 +141,8 @@ select is(pg_temp.claimed('late', 10), '', 'a limit counts the jobs that run alr
 select pg_temp.complete('late', 'a1');
 select is(pg_temp.claimed('late', 10), '', 'and all of them');
 select pg_temp.complete('late', 'a2');
+-- In one transaction with the limit, these ends make no ticket due: test_caps.py has them in others.
+select pg_temp.pass('late', '1 second');
 select is(pg_temp.claimed('late', 10), 'a3', 'until they have ended');
 
 select pgqueue.configure('again', group_limit => 1);
