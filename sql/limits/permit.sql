@@ -564,9 +564,8 @@ begin
     ), has as (
         select g.* from given as g union all select m.* from made as m
     )
-    -- A job that is locked, and so probably ending, need not know of its permit. In a later statement of a transaction,
-    -- which may stay open and would hold up the ends of these jobs, none is told: then claims find out, and rests look
-    -- every second.
+    -- A job that is locked, and so probably ending, need not know of its permit. In a transaction block, which may stay
+    -- open and would hold up the ends of these jobs, none is told: then claims find out, and rests look every second.
     update pgqueue.job as j
     set permits = j.permits || h.tid
     from has as h
