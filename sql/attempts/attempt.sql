@@ -326,6 +326,14 @@ begin
         from unnest(ended) as e
         where e.back_at is null and e.group_key is not null and e.permits is null;
     end if;
+    if has.waited and has.cancelled and pg_relation_size('pgqueue.permit') > 0 then
+        -- With a limit, the next jobs of their groups may have waited only for these to begin.
+        perform pgqueue._wake_groups(array_agg(e.queue), array_agg(e.group_key))
+        from unnest(ended) as e
+        where e.outcome = 'cancelled' and e.permits is null;
+        perform pgqueue._wake(u.queue)
+        from (select distinct e.queue from unnest(ended) as e where e.outcome = 'cancelled' and e.group_key is not null) as u;
+    end if;
     if has.cancelled then
         perform pgqueue._note_gone(array(select e.id from unnest(ended) as e where e.outcome = 'cancelled'));
     end if;

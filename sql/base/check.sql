@@ -124,8 +124,8 @@ begin
             'headers must be a JSON object', format('It is a JSON %s.', jsonb_typeof(headers)),
             'Put other content in the payload.'
         ]
-        when unique_for <= '0' or unique_for > '1 year' then array[
-            'unique_for must be more than 0 and at most 1 year', format('It is %s.', unique_for),
+        when unique_for <= '0' or unique_for > '366 days' then array[
+            'unique_for must be more than 0 and at most 366 days', format('It is %s.', unique_for),
             'Omit it if the unique_key is to hold only while its job waits or runs.'
         ]
         when unique_for is not null and unique_key is null then array[

@@ -416,7 +416,7 @@ first; kind defaults to the queue''s name. An enqueue whose key is taken by an
 open transaction waits for its end, then does as on_duplicate says: skip
 (default), replace or postpone a job that is not running, or error; a running
 job stays as it is, and a NOTICE says so. With unique_for the key is taken for
-that long, up to 1 year, whatever happens to the job: at most one in that time.
+that long, up to 366 days, whatever happens to the job: at most one till then.
 From expires_at on no attempt begins, and a job still waiting is cancelled.
 batch_id makes the job part of a batch.
 With after it is blocked until these jobs have completed. If one of them dies

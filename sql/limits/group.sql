@@ -89,7 +89,21 @@ begin
                 from pgqueue.permit as p
                 where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
                     and p.is_rate and p.place <= g.rate and p.free_at > moment
-            ) end as free_at
+            ) end as free_at,
+            -- A retry that has kept its permit may run when it is due, and no hint says so.
+            case when g.is_short and g.most is not null then (
+                select min(k.run_at)
+                from pgqueue.permit as p
+                cross join lateral (
+                    select j.run_at
+                    from pgqueue.job as j
+                    where j.id = p.job_id and j.token is null and j.permits is not null and j.run_at > moment
+                        and j.run_at < 'infinity'
+                    offset 0
+                ) as k
+                where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
+                    and not p.is_rate and p.free_at = 'infinity'
+            ) end as retry_at
         from (
             select
                 u.*, has_enough and u.nth = cardinality(tickets) as is_cut, coalesce(f.jobs, 0)::int as gave, f.last_at,
@@ -123,10 +137,10 @@ begin
             when 'same' then t.at
             when 'later' then v.next_at
             when 'full' then moment + interval '1 second' + v.nth * interval '1 microsecond'
-            when 'blocked' then greatest(
+            when 'blocked' then least(v.retry_at, greatest(
                 moment + interval '10 milliseconds',
                 coalesce(v.free_at, moment + pgqueue._pause_of_group(t.served, v.gave))
-            )
+            ))
             else last + v.nth * interval '1 microsecond'
         end,
         served = case v.state

@@ -209,6 +209,11 @@ begin
         end if;
         perform pgqueue._wake(configure.queue);
     end if;
+    if given ? 'group_on_retry' then
+        -- Groups may no longer wait for a retry.
+        perform pgqueue._unblock_groups(configure.queue, configure.group_key);
+        perform pgqueue._wake(configure.queue);
+    end if;
 end;
 $$;
 
@@ -223,7 +228,7 @@ group_key, for that kind or group (* for each group). The most specific wins:
 group, kind, queue, all; but caps of a queue, kind and group apply together.
 Settings of groups, set for a queue, apply to each of its groups.
 $$ || (
-            select string_agg(format(E'%s (%s):\n  %s.', s.name, s.facts, s.meaning), E'\n' order by s.place)
+            select string_agg(format(E'%s (%s)\n  %s.', s.name, s.facts, s.meaning), E'\n' order by s.place)
             from pgqueue._setting as s
             where s.name <> 'paused'
         ) || E'\nRaises 22023 (bad argument), 40001 (settings have changed since the snapshot).'

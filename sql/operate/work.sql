@@ -37,8 +37,8 @@ begin
             '25001'
         ] end,
         pgqueue._check_claim(queue, 'work', 1, null),
-        case when run_for <= '0' or run_for > '1 year' then array[
-            'run_for must be more than 0 and at most 1 year', format('It is %s.', run_for),
+        case when run_for <= '0' or run_for > '366 days' then array[
+            'run_for must be more than 0 and at most 366 days', format('It is %s.', run_for),
             'Omit it to work until nothing is due.'
         ] end,
         case when run_for >= time_limit and time_limit > '0' then array[

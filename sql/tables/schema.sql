@@ -462,27 +462,27 @@ from (
         ),
         ('lease', 'interval', '30 seconds', '{1 microsecond,30 days}', null, 'Lease of a claim that gives none'),
         (
-            'retry_base', 'interval', '5 seconds', '{0,1 year}', null,
+            'retry_base', 'interval', '5 seconds', '{0,366 days}', null,
             'Delay before the second attempt, doubled each time'
         ),
-        ('retry_cap', 'interval', '1 hour', '{0,1 year}', null, 'Longest delay between attempts'),
+        ('retry_cap', 'interval', '1 hour', '{0,366 days}', null, 'Longest delay between attempts'),
         ('rate_period', 'interval', '1 second', '{1 millisecond,1 day}', null, 'The period of rate_limit'),
         (
-            'age_after', 'interval', null, '{1 second,1 year}', '{a kind,a group}',
+            'age_after', 'interval', null, '{1 second,366 days}', '{a kind,a group}',
             'For each such interval a waiting job counts as one priority higher'
         ),
-        ('keep_dead', 'interval', null, '{1 second,10 years}', '{each group}', 'How long a dead job is kept'),
+        ('keep_dead', 'interval', null, '{1 second,3660 days}', '{each group}', 'How long a dead job is kept'),
         (
-            'wait_target', 'interval', '5 minutes', '{1 second,1 year}', '{a kind,a group}',
+            'wait_target', 'interval', '5 minutes', '{1 second,366 days}', '{a kind,a group}',
             'How long a job should wait at most, or health warns'
         ),
         (
             'group_on_retry', 'text', 'skip', '{skip,block}', '{a kind,each group}',
             'Whether a job that waits for its retry blocks its group'
         ),
-        ('keep_events', 'interval', '30 days', '{1 second,10 years}', '{less than all}', 'How long an event is kept'),
+        ('keep_events', 'interval', '30 days', '{1 second,3660 days}', '{less than all}', 'How long an event is kept'),
         (
-            'suspend_target', 'interval', '7 days', '{1 second,1 year}', '{a kind,a group}',
+            'suspend_target', 'interval', '7 days', '{1 second,366 days}', '{a kind,a group}',
             'How long a suspended job without a run_at should wait, or health warns'
         ),
         ('handler', 'text', null, null, '{a group}', 'The function that work calls for a job')

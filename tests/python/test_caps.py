@@ -406,7 +406,9 @@ def test_jobs_that_run_before_their_first_limit_make_way_at_once(db, limit, end)
 
 @pytest.mark.waits_for_sweeps
 @pytest.mark.parametrize("limit", LIMITS)
-def test_jobs_that_run_can_end_before_their_first_limit_is_committed(db, connect, limit):
+def test_jobs_that_run_can_end_before_their_first_limit_is_committed(
+    db, connect, limit
+):
     other = connect()
     enqueue(db, 4)
     jobs = soon(lambda: claim(db, 2)) | soon(lambda: claim(db, 1))

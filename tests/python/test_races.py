@@ -606,6 +606,55 @@ def test_every_function_that_makes_a_job_ready_notifies_a_parked_session(
     assert heard(listener) == 1
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "select pgqueue.cancel(%(id)s)",
+        "select count(*) from pgqueue.cancel_many('q', kind => 'x')",
+        "select count(*) from pgqueue.maintain()",
+    ],
+)
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_the_cancel_of_a_job_that_held_up_its_group_wakes_who_takes_the_next(
+    db, listener, verb, is_paused
+):
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    enqueue = "select pgqueue.enqueue('q', kind => %s, group_key => 'g', expires_at => now() + interval '1 h')"
+    first, second = (one(db, enqueue, kind) for kind in "xy")
+    kinds = None if is_paused else ["y"]
+    if is_paused:
+        db.execute("select pgqueue.pause('q', kind => 'x')")
+    claim = "select id from pgqueue.claim('q', 'w', kinds => %s)"
+    for _ in range(9):
+        assert column(listener, claim, kinds) == []
+        listener.execute("select pgqueue.rest(array['q'], %s)", (kinds,))
+    if "maintain" in verb:
+        db.execute(
+            "update pgqueue.job set terms.expires_at = now() where id = %s", (first,)
+        )
+    db.execute(verb, {"id": first})
+    assert heard(listener) == 1
+    assert column(listener, claim, kinds) == [second]
+
+
+@pytest.mark.parametrize("too", ["", ", max_running => 5"])
+def test_a_group_that_need_no_longer_wait_for_a_retry_wakes_who_rests(
+    db, listener, too
+):
+    db.execute(
+        "select pgqueue.configure('q', group_limit => 1, group_on_retry => 'block')"
+    )
+    _, second = (one(db, "select pgqueue.enqueue('q', group_key => 'g')") for _ in "ab")
+    db.execute("select pgqueue.fail(%s, %s, 'e', '1 h')", db.execute(CLAIM).fetchone())
+    claim = "select id from pgqueue.claim('q', 'w')"
+    for _ in range(9):
+        assert column(listener, claim) == []
+        listener.execute("select pgqueue.rest(array['q'])")
+    db.execute(f"select pgqueue.configure('q', group_on_retry => 'skip'{too})")
+    assert heard(listener) == 1
+    assert column(listener, claim) == [second]
+
+
 def commit_in_two_phases(db: psycopg.Connection, query: str, args=None) -> None:
     if one(db, "show max_prepared_transactions") == "0":
         pytest.skip("the server allows no prepared transactions")

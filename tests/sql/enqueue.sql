@@ -230,7 +230,8 @@ select isnt(
     'two queues can have windows of the same unique key'
 );
 select lives_ok(
-    $$ select pgqueue.enqueue('q', unique_key => 'year', unique_for => '1 year') $$, 'a window can last a year'
+    $$ select pgqueue.enqueue('q', unique_key => span, unique_for => span::interval) from unnest('{1 year,365 days}'::text[]) as span $$,
+    'a window can last a year, also one given in days'
 );
 select id, token from pgqueue.claim('window expired', 'w') \gset
 update pgqueue.recent_key set expires_at = 'infinity' where queue = 'window expired';

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(75);
+select plan(76);
 
 \ir limits.psql
 
@@ -117,6 +117,13 @@ select is_empty(
     'and no other'
 );
 
+select lives_ok(
+    $$ select pgqueue.configure(
+           'years', retry_base => '365 days', retry_cap => '366 days', age_after => '1 year', keep_dead => '3650 days',
+           wait_target => '365 days', suspend_target => '365 days'
+       ) $$,
+    'a year can be given in days'
+);
 create function pg_temp.kept(style text) returns interval[] language plpgsql as $$
 begin
     perform set_config('intervalstyle', style, true);

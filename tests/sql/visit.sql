@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(78);
+select plan(82);
 
 \ir limits.psql
 
@@ -125,6 +125,17 @@ select pgqueue.enqueue('block', '"a4"', group_key => 'a');
 select is(pg_temp.claimed('block', 10), '', 'and blocks its group');
 select pgqueue.cancel(id) from pgqueue.job where queue = 'block' and payload = '"a2"';
 select is(pg_temp.claimed('block', 10), 'a4', 'until it is cancelled');
+select pgqueue.configure('kept', group_limit => 1, group_on_retry => 'block');
+select pg_temp.fill('kept', array['a', 'a']);
+select is(pg_temp.claimed('kept', 10), 'a1', 'one of a group runs');
+select is(pg_temp.fail('kept', 'a1', '5 seconds'), 'retry', 'and fails');
+update pgqueue.ticket set served = -9 where queue = 'kept';
+select is(pg_temp.claimed('kept', 10), '', 'and its group waits');
+select results_eq(
+    $$ select t.at from pgqueue.ticket as t where t.queue = 'kept' $$,
+    $$ select j.run_at from pgqueue.job as j where j.queue = 'kept' and j.payload = '"a1"' $$,
+    'no longer than until the retry is due, even if that has long been so'
+);
 
 -- Settings
 select pgqueue.configure('own', group_limit => 1);
