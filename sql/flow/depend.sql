@@ -136,6 +136,11 @@ begin
         array_agg(b.run_at) as run_ats
     into freed
     from back as b;
+    -- Enqueues make none for what is blocked.
+    perform pgqueue._make_group_permits(u.queue, array_agg(u.group_key), pgqueue._in_force(u.queue))
+    from unnest(freed.queues, freed.keys) as u (queue, group_key)
+    where u.group_key is not null
+    group by u.queue;
     perform pgqueue._reopened(freed.queues, freed.priorities, freed.keys, freed.run_ats);
 end;
 $$;

@@ -114,6 +114,25 @@ def test_a_job_whose_last_two_ends_meet_is_found_by_the_next_claim_or_rest(db, c
         wait_until(lambda: db.execute(look) and state(db, waiter) == "ready", 5)  # noqa: B023
 
 
+@pytest.mark.needs_hints
+@pytest.mark.parametrize(
+    "limit", ["group_limit => 1", "group_key => '*', rate_limit => 9"]
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_first_job_of_a_group_with_a_limit_can_be_claimed_as_soon_as_it_is_freed(
+    db, limit, is_late
+):
+    lease = claimed(db)
+    if not is_late:
+        db.execute(f"select pgqueue.configure('after', {limit})")
+    enqueue = "select pgqueue.enqueue('after', group_key => 'new', after => %s)"
+    waiter = one(db, enqueue, [lease[0]])
+    if is_late:
+        db.execute(f"select pgqueue.configure('after', {limit})")
+    db.execute(ENDS["complete"], lease)
+    assert one(db, "select id from pgqueue.claim('after', 'w')") == waiter
+
+
 @pytest.mark.parametrize("verb", ENDS)
 @pytest.mark.parametrize("rolls_back", [False, True])
 def test_a_batch_whose_last_two_jobs_end_at_once_has_one_callback(
