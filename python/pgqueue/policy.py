@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pgqueue.job import Job, Seconds, to_timedelta
+from pgqueue.steps import Portable
 
 Exceptions = tuple[type[BaseException], ...]  # a single class works, too
 Middleware = Callable[[Job], AbstractContextManager[Any]]
@@ -15,7 +16,7 @@ Middleware = Callable[[Job], AbstractContextManager[Any]]
 MAX_ATTEMPTS = "max_attempts"
 
 
-class Retry(Exception):
+class Retry(Portable):
     """Fail this attempt and retry: after seconds or a timedelta, or after the backoff."""
 
     after: timedelta | None = None
@@ -25,7 +26,7 @@ class Retry(Exception):
         self.after = None if after is None else to_timedelta(after)
 
 
-class Snooze(Exception):
+class Snooze(Portable):
     """Run again at a datetime, or after seconds or a timedelta; this attempt is not counted."""
 
     until: datetime | timedelta = timedelta()

@@ -4,6 +4,7 @@ It uses only the SQL functions save_step, steps, suspend and results_of, so that
 any language, or in SQL, can go on with the same job.
 """
 
+import copyreg
 import hashlib
 import inspect
 import json
@@ -67,7 +68,14 @@ class Result:
     result: Any  # decoded JSON, of a completed job
 
 
-class NotCompleted(Exception):
+class Portable(Exception):
+    """Can be pickled and copied, although its `__init__` takes other things than the message."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+
+
+class NotCompleted(Portable):
     """Some of the jobs that this one has waited for died, or were cancelled."""
 
     def __init__(self, results: list[Result]) -> None:

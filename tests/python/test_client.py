@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import enum
 import functools
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -25,6 +27,8 @@ import pydantic
 import pytest
 from conftest import column, one, url
 from pgqueue import database
+from pgqueue.steps import NotCompleted, Result
+from pgqueue.worker.deadline import NoAnswer
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row, scalar_row
 
@@ -685,6 +689,32 @@ def test_pq001_and_pq002_have_exception_classes(db) -> None:
         db.execute("select pgqueue.complete(0, 0)")
     assert isinstance(caught.value, psycopg.DatabaseError)
     assert column(db, "select id from pgqueue.job") == []
+
+
+class Limited(pgqueue.Retry):
+    def __init__(self, header: dict[str, int]) -> None:
+        super().__init__(header["retry-after"], reason="too many requests")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pgqueue.Retry(after=5, reason="busy"),
+        Limited({"retry-after": 5}),
+        pgqueue.Snooze(timedelta(hours=1)),
+        pgqueue.Snooze(datetime(2026, 12, 24, tzinfo=UTC)),
+        pgqueue.Reject("never"),
+        NotCompleted([Result(7, "ship", "dead", None)]),
+        NoAnswer(3),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_comes_out_of_another_process_as_it_was_raised(error) -> None:
+    error.add_note("of a child")
+    copies = [pickle.loads(pickle.dumps(error, n)) for n in range(6)]
+    for again in *copies, copy.copy(error), copy.deepcopy(error):
+        assert type(again) is type(error)
+        assert (again.args, vars(again)) == (error.args, vars(error))
 
 
 def test_the_dsn_comes_from_the_argument_then_pgqueue_dsn_then_database_url(

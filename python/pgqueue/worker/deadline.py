@@ -35,6 +35,9 @@ class NoAnswer(psycopg.OperationalError):
         super().__init__(f"no answer in {seconds:g} s: connection given up")
         self.seconds = seconds
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoAnswer, (self.seconds,), self.__dict__
+
 
 sessions: WeakSet[pq.abc.PGconn] = WeakSet()
 
