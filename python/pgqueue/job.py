@@ -92,8 +92,10 @@ class Job:
         transaction=True it is saved in that transaction, else at once. A name that is used
         again in the same attempt is numbered: "page", "page 2", "page 3".
 
-        Raises TypeError for an annotation that needs pydantic, and for a value that JSON
-        cannot hold; LeaseLost; and what the function raises, which is not saved.
+        Raises ValueError for a name that is empty, longer than 200 bytes in UTF-8, or not text
+        to Postgres (NUL, half a character), before the call; TypeError for an annotation that
+        needs pydantic, and for a value that JSON cannot hold; LeaseLost; and what the function
+        raises, which is not saved.
         """
         steps = self._attempt.steps
         running = partial(function, *args, **kwargs)
@@ -104,7 +106,7 @@ class Job:
         """Go on after seconds or a timedelta, counted from the first attempt that got here.
 
         Until then, or until an operator calls run_now, the job is suspended by
-        pgqueue.suspend(), and occupies no worker.
+        pgqueue.suspend(), and occupies no worker. The name is one of a step.
         """
         steps, seconds = self._attempt.steps, to_timedelta(interval)
         return self._end(steps.sleep(steps.name(name), seconds))

@@ -104,6 +104,10 @@ class Steps:
         """Number names that are used again in the attempt: "page", "page 2", "page 3"."""
         if self.terms is not None:
             raise Suspend  # a handler that has caught it gets no further
+        valid = name.encode(errors="ignore")
+        if not 1 <= len(valid) <= 200 or "\0" in name or valid.decode() != name:
+            what = "must have 1 to 200 bytes, all of them text"
+            raise ValueError(f"the name of a step {what}: {name[:200]!r}")
         self._counts[name] += 1
         count = self._counts[name]
         numbered = name if count == 1 else derived(f"{name} {count}")

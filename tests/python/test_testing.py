@@ -528,3 +528,24 @@ def test_a_long_name_of_a_step_counts_up_as_a_short_one_does(conn) -> None:
     long_names.enqueue(conn)
     (ran,) = drain(conn, app)
     assert (ran.outcome, ran.result) == ("completed", list(range(12)))
+
+
+NAMES = ["", "x" * 201, "é" * 101, "a\0b", "half a \ud83d"]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_name_that_cannot_be_saved_is_refused_before_the_step_is_done(
+    conn, name
+) -> None:
+    done, app = [], pgqueue.App()
+
+    @app.job("names")
+    async def names(job: pgqueue.Job) -> None:
+        with pytest.raises(ValueError, match="name of a step"):
+            await job.step(name, done.append, 1)
+        with pytest.raises(ValueError, match="name of a step"):
+            await job.sleep(name, 60)
+
+    names.enqueue(conn)
+    (ran,) = drain(conn, app)
+    assert (ran.outcome, done) == ("completed", [])
