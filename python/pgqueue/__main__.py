@@ -66,7 +66,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
-    """Run the command line; `dsn` is used if neither --dsn nor PGQUEUE_DSN names one."""
+    """Run the command line; `dsn`, a single one, is used if neither --dsn nor PGQUEUE_DSN names one."""
     args = parse(sys.argv[1:] if argv is None else argv)
     failed = 3 if args.command == "health" else 1
     # Its warnings when it is interrupted are of no use here.
@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        dsns = args.dsn or database.several(os.environ.get("PGQUEUE_DSN") or dsn or "")
+        named = os.environ.get("PGQUEUE_DSN")
+        # Not also of `dsn`, in which a password may have a semicolon.
+        dsns = args.dsn or (database.several(named) if named else [dsn or ""])
         if args.command == "move-groups":
             from pgqueue.move import move_groups
 

@@ -415,6 +415,8 @@ def test_the_commands_of_pgqueue_connect_as_the_django_settings_say(db, site) ->
     assert "ready: next" in site.manage("pgqueue", "why", job)
     assert "redrive" in site.manage("pgqueue", "--help")
     assert site.try_to("pgqueue", "--dsn", "dbname=template1", "status").returncode == 3
+    password = json.dumps({"PASSWORD": "Xk3!w9;", "PORT": db.info.port})
+    assert site.manage("pgqueue", "why", job, MORE=password).startswith("ready: next")
 
 
 def test_the_worker_command_starts_and_stops_several_processes(db, hunted) -> None:
