@@ -379,6 +379,46 @@ NASTY = (
 NAME = NASTY.replace("\0", "").replace(",", "")
 
 
+SAYS = f"""
+import logging
+import pgqueue
+app = pgqueue.App()
+log = logging.getLogger("shop")
+
+@app.job("says")
+def says():
+    exec(compile("log.warning('here', stack_info=True)", {NAME!r}, "exec"))
+    for trace in 7, "mine":
+        try:
+            raise ValueError("theirs")
+        except ValueError:
+            log.exception("traced", extra={{"trace": trace}})
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_what_an_application_logs_beside_a_message_is_shown_and_forges_no_line(
+    run, db, tmp_path, form
+) -> None:
+    (tmp_path / "saying.py").write_text(SAYS)
+    pgqueue.enqueue(db, QUEUE, kind="says", max_attempts=1)
+    args = "--app", "saying", "-q", QUEUE, "--burst", "--log-format", form
+    log = run("pgqueue.worker", *args).stderr
+    assert " 1 completed" in log
+    assert not [c for c in log if not c.isprintable() and c != "\n"]
+    lines = log.splitlines()
+    if form == "json":
+        said = [json.loads(line) for line in lines]
+        (here,) = [line for line in said if line["message"] == "here"]
+        assert "in says\n" in here["stack"]
+        errors = [line["error"] for line in said if line["message"] == "traced"]
+        assert len(errors) == 2
+        assert all(error.endswith("ValueError: theirs\n") for error in errors)
+    else:
+        assert [i for i in lines if not re.match(f"{STAMP}|    ", i)] == []
+        assert log.count("in says\n") == log.count("ValueError: theirs\n") + 1 == 3
+
+
 def enqueue_nasty(db) -> pgqueue.App:
     """Enqueue jobs whose kind, queue and error are hostile; return their app."""
     app = pgqueue.App()

@@ -20,7 +20,7 @@ from pgqueue.running import check_result
 from pgqueue.terminal import printable
 from pgqueue.worker import protocol
 from pgqueue.worker.deadline import Server
-from pgqueue.worker.seldom import log
+from pgqueue.worker.seldom import TRACE, log
 from pgqueue.worker.service import KEEP, Service
 from pgqueue.worker.turns import GATHER, Turns
 
@@ -151,7 +151,7 @@ class Finisher(Service):
         why = f": {printable(first)}" if first else ""
         error = outcome.error if level > logging.INFO else None
         # Our formatters need not show the error again, which takes as long as the job.
-        extra = {"trace": shown if level > logging.INFO else ""}
+        extra = {TRACE: shown if level > logging.INFO else ""}
         log.log(level, "%s: %s%s", attempt, status, why, extra=extra, exc_info=error)
 
 

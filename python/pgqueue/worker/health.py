@@ -13,7 +13,7 @@ from typing import Any
 
 from pgqueue.attempt import FIELDS
 from pgqueue.terminal import LINES, LONGEST, printable, trace
-from pgqueue.worker.seldom import log
+from pgqueue.worker.seldom import TRACE, log
 
 
 class Health:
@@ -70,7 +70,7 @@ def set_up_logging(level: str, form: str) -> None:
 
 
 class TextLines(logging.Formatter):
-    """One line each, with the traceback indented below; control characters are escaped."""
+    """One line each, with traceback and stack indented below; control characters are escaped."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(process)d %(levelname)s %(message)s")
@@ -82,12 +82,15 @@ class TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         lines = (line.strip() for line in record.message[:LONGEST].splitlines())
         record.message = printable(" ".join(lines))
-        if shown := getattr(record, "trace", ""):
+        if shown := getattr(record, TRACE, ""):
             record.exc_text = self._indented(shown)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
         return self._indented(trace(ei[1]))
+
+    def formatStack(self, stack_info: str) -> str:
+        return self._indented(stack_info)
 
     def _indented(self, text: str) -> str:
         return textwrap.indent(printable(text.rstrip("\n"), LINES), "    ")
@@ -106,5 +109,7 @@ class JsonLines(logging.Formatter):
         }
         line |= {n: getattr(record, n) for n in FIELDS if hasattr(record, n)}
         if record.exc_info and record.exc_info[1]:
-            line["error"] = getattr(record, "trace", "") or trace(record.exc_info[1])
+            line["error"] = getattr(record, TRACE, "") or trace(record.exc_info[1])
+        if record.stack_info:
+            line["stack"] = record.stack_info
         return json.dumps(line, default=str)

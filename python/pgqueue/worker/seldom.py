@@ -20,6 +20,7 @@ log = logging.getLogger("pgqueue")
 
 AGAIN = 60.0  # seconds until the same is said again
 MOST = 1000  # things to remember
+TRACE = "pgqueue_trace"  # in `extra`: how an error is shown; others use `trace`
 SELDOM = {"seldom": None}  # as `extra`: all lines with this text say the same
 
 
