@@ -96,7 +96,7 @@ def plain():
 """
 # The behaviour that Django's own tests expect of a backend.
 CASES = f"""
-import dataclasses, pickle
+import dataclasses, pickle, sys
 from datetime import datetime, timedelta
 from asgiref.sync import sync_to_async
 from django.core.management import call_command
@@ -231,6 +231,13 @@ class BackendTest(TestCase):
             with self.assertRaises(TaskResultDoesNotExist):
                 default_task_backend.get_result(id)
         tools.add.enqueue()  # the transaction goes on
+
+    def test_a_result_imports_nothing_but_tasks_of_installed_apps(self):
+        for kind in "this.s", "shop.broken.task", "shop.quits.task", "nothing", None:
+            job = pgqueue.enqueue(connection, "default", kind=kind)
+            with self.assertRaises(TaskResultDoesNotExist):
+                default_task_backend.get_result(str(job))
+        self.assertNotIn("this", sys.modules)
 
     def test_a_result_of_another_task_is_refused(self):
         result = tools.aadd.enqueue()
@@ -421,6 +428,8 @@ def site(db, tmp_path) -> Iterator[Site]:
     settings = (site.folder / "settings.py").read_text()
     site.write("settings.py", settings, MORE_SETTINGS)
     site.write("shop/tools.py", TOOLS)
+    site.write("shop/broken.py", "1 / 0")
+    site.write("shop/quits.py", "raise SystemExit(3)")
     yield site
     site.end()
 
@@ -470,7 +479,6 @@ def test_a_task_that_nobody_has_is_put_off(db, site) -> None:
 
 
 def test_a_module_that_ends_python_has_no_task_and_ends_no_worker(db, site) -> None:
-    site.write("shop/quits.py", "raise SystemExit(3)")
     for kind in ("shop.quits.task", "shop.tools.add"):
         db.execute("select pgqueue.enqueue('default', kind => %s)", (kind,))
     site.manage("pgqueue_worker", "--burst")

@@ -6,7 +6,9 @@ kwargs. It is enqueued on Django's connection, in its transaction; Django's prio
 """
 
 import builtins
+import logging
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -31,6 +33,8 @@ except ImportError:  # before Django 6: the same, as a package of its own
     from django_tasks.backends.base import BaseTaskBackend
 
 __all__ = ["PgQueueBackend", "PgQueueTask", "base", "new_result", "signals", "task_at"]
+
+log = logging.getLogger("pgqueue")
 
 READY, RUNNING = base.TaskResultStatus.READY, base.TaskResultStatus.RUNNING
 DONE, FAILED = base.TaskResultStatus.SUCCESSFUL, base.TaskResultStatus.FAILED
@@ -184,10 +188,18 @@ def new_result(
 
 
 def task_at(path: str) -> Any:
-    """Import the task that is there; None if there is none."""
+    """Import the task that is there, or return None.
+
+    Only from a module that is loaded or part of an installed app: who may enqueue cannot have
+    anything else imported.
+    """
+    is_near = path.rpartition(".")[0] in sys.modules
+    if not (is_near or apps.get_containing_app_config(path)):
+        return None
     try:
         task = import_string(path)
-    except ImportError:
+    except (Exception, SystemExit) as error:  # of its module
+        log.debug("importing %s failed: %s", path, error, exc_info=True)
         return None
     return task if isinstance(task, base.Task) else None
 

@@ -1,6 +1,5 @@
 """Runs Django's tasks: `app` is what manage.py pgqueue_worker works for without --app."""
 
-import logging
 import os
 import socket
 import sys
@@ -32,14 +31,11 @@ from pgqueue.judge import cause_of, errors_in
 from pgqueue.policy import Reject, Snooze
 from pgqueue.task import Task
 
-log = logging.getLogger("pgqueue")
-
 
 class TaskApp(App):
     """The handlers of tasks: those in the modules `tasks` of the installed apps, and others.
 
-    The others are found by their import path when a job comes, but only in a module that is
-    loaded or part of an installed app: who may enqueue cannot have anything else imported.
+    The others are found by their import path when a job comes, where `task_at` looks.
     """
 
     def __init__(self) -> None:
@@ -52,13 +48,8 @@ class TaskApp(App):
                     self.find(value.module_path)
 
     def find(self, kind: str) -> Task[Any, Any] | None:
-        is_near = kind.rpartition(".")[0] in sys.modules
-        if kind not in self.tasks and (is_near or apps.get_containing_app_config(kind)):
-            try:
-                if task := task_at(kind):
-                    self.job(kind, queue=task.queue_name)(_handler(task))
-            except (Exception, SystemExit) as error:  # of its module
-                log.debug("importing %s failed: %s", kind, error, exc_info=True)
+        if kind not in self.tasks and (task := task_at(kind)):
+            self.job(kind, queue=task.queue_name)(_handler(task))
         return super().find(kind)
 
 
