@@ -239,6 +239,16 @@ class BackendTest(TestCase):
                 default_task_backend.get_result(str(job))
         self.assertNotIn("this", sys.modules)
 
+    def test_a_job_of_a_queue_that_the_settings_lack_has_a_result(self):
+        payload = {{"args": [1], "kwargs": {{}}}}
+        job = pgqueue.enqueue(connection, "foreign", payload, kind="shop.tools.add")
+        result = tools.add.get_result(str(job))
+        self.assertEqual((result.status, result.args), (S.READY, [1]))
+        self.assertEqual(result.task, tools.add)
+        run()
+        result.refresh()
+        self.assertEqual(result.return_value, [1, {{}}])
+
     def test_a_result_of_another_task_is_refused(self):
         result = tools.aadd.enqueue()
         with self.assertRaisesMessage(TaskResultMismatch, "does not match"):

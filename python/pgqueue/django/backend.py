@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -139,6 +140,8 @@ class PgQueueBackend(BaseTaskBackend):
         task = found and task_at(found.kind)
         if not found or not task:
             raise exceptions.TaskResultDoesNotExist(result_id)
+        with suppress(exceptions.TaskException):  # it need not be one of QUEUES
+            task = task.using(queue_name=found.queue, priority=found.priority)
         errors = found.errors or []
         ended = [_moment(error["at"]) for error in errors]  # failed attempts
         begun = [found.claimed_at] if found.claimed_at else []
@@ -149,7 +152,7 @@ class PgQueueBackend(BaseTaskBackend):
             texts = [found.last_error]
         payload = found.payload if isinstance(found.payload, dict) else {}
         result = new_result(
-            task.using(queue_name=found.queue, priority=found.priority),
+            task,
             str(found.id),
             ENDS.get(found.state, RUNNING if found.state == "running" else READY),
             payload.get("args", []),
