@@ -365,6 +365,11 @@ def test_it_answers_to_names_that_it_was_given(site) -> None:
     assert page.get("/", Host="localhost").status == 421
 
 
+def test_a_single_name_is_not_taken_for_a_list_of_letters() -> None:
+    with pytest.raises(TypeError, match="list of names"):
+        app(hosts="*.example")
+
+
 def test_each_action_does_what_the_function_of_that_name_does(site, db) -> None:
     page = site(allow_actions=True)
     later = one(db, "select pgqueue.enqueue('q', run_at => now() + interval '1 day')")

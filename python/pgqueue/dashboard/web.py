@@ -94,6 +94,8 @@ class Dashboard:
         hosts: Collection[str] = LOOPBACK,
         secret: str | None = None,
     ) -> None:
+        if isinstance(hosts, str):
+            raise TypeError(f"hosts is a list of names, not the text {hosts!r}")
         self.secret = secret
         # Not the secret itself, which opens other browsers. Ports share their cookies.
         self.pass_ = hashlib.sha256(f"pgqueue {secret}".encode()).hexdigest()
