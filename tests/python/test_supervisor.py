@@ -7,10 +7,12 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import forked
 import pgqueue
 import psycopg
 import pytest
@@ -276,6 +278,35 @@ def test_a_killed_child_is_replaced(db, workers) -> None:
     after = children(parent.pid)
     assert (len(after), before[1] in after, before[0] in after) == (2, True, False)
     assert f"process {before[0]} ended with SIGKILL: restarting" in workers.log()
+    assert workers.finish(parent) == 0
+    assert left(workers) == []
+
+
+SCRIPT = f"""
+import os, signal, sys
+from pgqueue.worker.__main__ import main
+signal.alarm(120)
+depth = int(os.environ.get("DEPTH", 0))
+if depth > 1:
+    sys.exit("a child has children")
+os.environ["DEPTH"] = str(depth + 1)
+sys.exit(main(["--app", "worker_app", "--queue", "{QUEUE}", "--processes", "2"]))
+"""
+
+
+def test_a_script_that_calls_for_several_processes_has_no_more(db, workers) -> None:
+    (workers.folder / "script.py").write_text(SCRIPT)
+    env = {"PGQUEUE_DSN": workers.dsn, "PYTHONPATH": forked.PATH}
+    with (workers.folder / "log").open("ab") as log:
+        parent = subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=workers.folder,
+            env={**os.environ, **env, "RAN": str(workers.ran)},
+            stderr=log,
+        )
+    workers.processes.append(parent)
+    wait_until(lambda: workers.log().count("works on") == 2)
+    assert [children(child) for child in children(parent.pid)] == [[], []]
     assert workers.finish(parent) == 0
     assert left(workers) == []
 

@@ -70,7 +70,7 @@ def main(
         dsns = database.conninfos(given)
         if args.check:
             return max(check(each, len(dsns) > 1) for each in dsns)
-        if args.processes > 1:
+        if args.processes > 1 and not supervisor:
             return Supervisor(args.processes, args.burst).run()
         app = import_apps(args.app, discover)
         if wrap:

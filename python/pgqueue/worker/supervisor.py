@@ -106,7 +106,7 @@ class Supervisor:
         with theirs, contextlib.ExitStack() as on_failure:
             on_failure.callback(ours.close)
             process = subprocess.Popen(
-                [sys.executable, *sys.orig_argv[1:], "--processes", "1"],
+                [sys.executable, *sys.orig_argv[1:]],
                 env={**os.environ, SOCKET: str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
