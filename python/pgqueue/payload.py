@@ -159,6 +159,10 @@ def result_reader(function: Callable[..., Any]) -> Read:
 
     Raises TypeError for an annotation that is not there at run time, or needs pydantic.
     """
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(of_task := getattr(function, "arguments", None), Arguments):
+        function = of_task._function
     hints = _hints(function, ["return"])
     if not hints:
         return None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -549,3 +551,29 @@ def test_a_name_that_cannot_be_saved_is_refused_before_the_step_is_done(
     names.enqueue(conn)
     (ran,) = drain(conn, app)
     assert (ran.outcome, done) == ("completed", [])
+
+
+@dataclass
+class Receipt:
+    number: int
+
+
+def test_a_step_reads_what_a_task_or_a_partial_returns_by_its_annotation(conn) -> None:
+    app = pgqueue.App()
+
+    @app.job("charge")
+    def charge(number: int) -> Receipt:
+        return Receipt(number)
+
+    @app.job("order")
+    def order(job: pgqueue.Job) -> list[int]:
+        receipts = [
+            job.step("task", charge, 1),
+            job.step("partial", functools.partial(charge.function, 2)),
+            job.step("both", functools.partial(charge, 3)),
+        ]
+        return [receipt.number for receipt in receipts]
+
+    order.enqueue(conn)
+    (ran,) = drain(conn, app)
+    assert (ran.outcome, ran.result) == ("completed", [1, 2, 3])
