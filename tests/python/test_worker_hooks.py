@@ -193,6 +193,63 @@ def test_a_shutdown_hook_that_hangs_ends_in_time_without_a_signal(
     assert "WARNING a hook does not end: given up" in workers.log()
 
 
+LEAVES = """
+import asyncio
+import os
+import sys
+import pgqueue
+from worker_app import note
+
+app = pgqueue.App()
+how = os.environ["HOW"]
+tasks = []
+
+async def background(number):
+    try:
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(0)
+        note("cleaned", number)
+        if how == "exits":
+            sys.exit(3)
+        if how == "interrupts":
+            raise KeyboardInterrupt
+        while how == "goes on" and number == 1:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                pass
+
+@app.on_startup
+async def start():
+    tasks.extend(asyncio.create_task(background(number)) for number in (1, 2))
+
+@app.job("leaves")
+async def leaves():
+    tasks.append(asyncio.create_task(background(3)))
+    await asyncio.sleep(0)
+
+@app.on_shutdown
+async def end():
+    assert not any(task.done() for task in tasks)
+    note("end", 1)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "exits", "interrupts", "goes on"])
+def test_tasks_that_hooks_and_handlers_left_on_the_loop_clean_up_at_the_end(
+    db, workers, how
+) -> None:
+    (workers.folder / "leaves.py").write_text(LEAVES)
+    enqueue(db, "leaves")
+    worker = workers.start("--app", "leaves", "--burst", env={"HOW": how})
+    assert worker.wait(20) == 0
+    assert outcomes(db) == {"completed": 1}
+    assert workers.notes("end") == {1: 1}
+    assert workers.notes("cleaned") == {1: 1, 2: 1, 3: 1}
+    assert "destroyed" not in workers.log()
+
+
 def test_a_worker_that_has_failed_says_so_before_its_hooks_and_is_not_healthy(
     db, workers
 ) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from pgqueue.drivers import settled
@@ -30,6 +31,7 @@ class EventLoop:
         run, name = self._run, "pgqueue-loop"
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._is_over = False
+        self._until = 0.0
         self._unanswered = 0  # probes
 
     def get(self) -> asyncio.AbstractEventLoop:
@@ -77,8 +79,8 @@ class EventLoop:
         return called
 
     def close(self, until: float) -> None:
-        """End it, and wait for its end until a moment of the monotonic clock."""
-        self._is_over = True
+        """Cancel its tasks, end it, and wait for that until a moment of the monotonic clock."""
+        self._until, self._is_over = until, True
         if self._loop:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -90,15 +92,26 @@ class EventLoop:
         loop = self.get()
         asyncio.set_event_loop(loop)
         while not self._is_over:
-            # SystemExit in any task, even one that a handler created, ends run_forever.
-            try:
-                loop.run_forever()
-            except BaseException as error:
-                name = type(error).__name__
-                log.warning("%s in a task of a handler", name, exc_info=error)
+            self._go_on(loop.run_forever)
+        # What hooks and handlers have left running cleans up, as in asyncio.run().
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            seconds = max(0.0, self._until - time.monotonic())
+            ended = loop.create_task(asyncio.wait(tasks, timeout=seconds))
+            while not ended.done():
+                self._go_on(partial(loop.run_until_complete, ended))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()
+
+    def _go_on(self, run: Callable[[], Any]) -> None:
+        """Run the loop until it stops: SystemExit in any task, even one that a handler created, ends it, too."""
+        try:
+            run()
+        except BaseException as error:
+            name = type(error).__name__
+            log.warning("%s in a task of a handler", name, exc_info=error)
 
 
 def is_in_this_thread() -> bool:
