@@ -116,7 +116,8 @@ class Job:
 
         With a timeout, in seconds or a timedelta, raises TimeoutError if the event has not
         happened by then, counted from the first attempt that got here, or if an operator
-        calls run_now. Later attempts return or raise the same.
+        calls run_now. Later attempts return or raise the same. A job waits for one thing at a
+        time: of waits in parallel, the first decides for what, and the others come after it.
         """
         steps = self._attempt.steps
         seconds = None if timeout is None else to_timedelta(timeout)
