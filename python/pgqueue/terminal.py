@@ -143,7 +143,8 @@ class Column:
 def show(cursor: psycopg.Cursor[TupleRow]) -> None:
     """Print rows as a table: numbers to the right, text to the left.
 
-    If it is too wide, empty columns are left out, and then the longest texts are cut.
+    If it is too wide, empty columns are left out, then the longest texts are cut, and then the
+    last columns are left out, and named below.
     """
     rows, heads = cursor.fetchall(), [c.name for c in cursor.description or ()]
     columns = [Column(head, [row[i] for row in rows]) for i, head in enumerate(heads)]
@@ -154,8 +155,13 @@ def show(cursor: psycopg.Cursor[TupleRow]) -> None:
         long := [c for c in columns if c.width > c.least]
     ):
         max(long, key=lambda column: column.width).width -= 1
+    left_out: list[str] = []
+    while _width(columns) > room and len(columns) > 1:
+        left_out.insert(0, columns.pop().head)
     for cells in zip(*(column.lines() for column in columns), strict=True):
-        print("  ".join(cells)[:room].rstrip())
+        print("  ".join(cells).rstrip())
+    if left_out:
+        print(_cut(f"no room for {', '.join(left_out)}", room))
 
 
 def show_row(cursor: psycopg.Cursor[TupleRow]) -> None:

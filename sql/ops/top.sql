@@ -66,13 +66,13 @@ with minute as (
         concat_ws(
             ' ',
             rpad(case when length(q.queue) > 16 then left(q.queue, 15) || '~' else q.queue end, 16),
-            lpad(case when q.is_estimate then '~' else '' end || q.ready, 8),
+            format('%8s', case when q.is_estimate then '~' else '' end || q.ready),
             rpad(repeat('#', q.bar), 6),
-            lpad(q.running::text, 5),
-            lpad(q.dead::text, 6),
-            lpad(coalesce(to_char(make_interval(secs => extract(epoch from q.oldest_wait)), 'HH24:MI:SS'), '-'), 8),
-            lpad(round(q.rate_5m, 1)::text, 7),
-            lpad(coalesce(round(100 * q.failure_rate_5m) || '%', '-'), 5),
+            format('%5s', q.running),
+            format('%6s', q.dead),
+            format('%8s', coalesce(to_char(make_interval(secs => extract(epoch from q.oldest_wait)), 'HH24:MI:SS'), '-')),
+            format('%7s', round(q.rate_5m, 1)),
+            format('%5s', coalesce(round(100 * q.failure_rate_5m) || '%', '-')),
             case when q.paused then 'paused' else q.spark end
         )
     from queue as q
@@ -86,15 +86,14 @@ with minute as (
         3, r.place,
         concat_ws(
             ' ',
-            rpad(r.id::text, 16),
+            format('%-16s', r.id),
             rpad(case when length(r.kind) > 16 then left(r.kind, 15) || '~' else r.kind end, 16),
             rpad(case when length(r.worker) > 20 then left(r.worker, 19) || '~' else r.worker end, 20),
-            lpad(to_char(make_interval(secs => extract(epoch from r.running_for)), 'HH24:MI:SS'), 9),
-            lpad(
-                case when r.lease_left < interval '0' then 'expired'
-                    else to_char(make_interval(secs => extract(epoch from r.lease_left)), 'HH24:MI:SS')
-                end, 9
-            ),
+            format('%9s', to_char(make_interval(secs => extract(epoch from r.running_for)), 'HH24:MI:SS')),
+            format('%9s', case
+                when r.lease_left < interval '0' then 'expired'
+                else to_char(make_interval(secs => extract(epoch from r.lease_left)), 'HH24:MI:SS')
+            end),
             case when r.total > 0 then format(
                 ' %s %s%%', rpad(repeat('#', floor(10 * least(r.done / r.total, 1))::int), 10, '.'),
                 floor(100 * r.done / r.total)

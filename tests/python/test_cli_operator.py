@@ -371,6 +371,27 @@ def test_a_table_fits_the_terminal(run, db, columns) -> None:
     assert status.splitlines()[3].split()[0] == "short"
 
 
+def test_a_table_that_is_too_wide_cuts_no_number_and_names_the_columns_left_out(
+    run, db
+) -> None:
+    for run_at in "now", "tomorrow":
+        db.execute(
+            "select count(*) from pgqueue.enqueue_many("
+            "'queue', array_fill('{}'::jsonb, array[54321]), run_at => %s::timestamptz)",
+            (run_at,),
+        )
+    claim = "select id, token from pgqueue.claim('queue', 'w', 4321)"
+    db.execute(
+        f"select count(pgqueue.complete(c.id, c.token)) from ({claim} offset 0) as c"
+    )
+    db.execute(f"select count(*) from ({claim}) as c")
+    shown = [run("pgqueue", "status", COLUMNS=n).stdout for n in ("200", "40")]
+    wide, narrow = (set(re.findall(r"(?<![\d:])\d+(?![\d:])", text)) for text in shown)
+    assert narrow and narrow <= wide
+    assert "no room for " in shown[1]
+    assert max(map(len, shown[1].splitlines())) <= 40
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_pipe_ends_a_command_without_a_traceback(db, dsn, unbuffered) -> None:
     pgqueue.enqueue(db, "q")

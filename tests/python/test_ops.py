@@ -100,6 +100,19 @@ def test_top_shows_queues_with_their_last_minutes_and_what_runs(db, run):
     assert "4" + 22 * " " + "6    8" in run("top", encoding="LATIN1")
 
 
+def test_top_cuts_no_number(db, run):
+    do(
+        db,
+        "select pgqueue.enqueue('mail', run_at => now() - interval '500 days')",
+        "select count(*) from pgqueue.claim('mail', 'w', lease => '30 days')",
+        "update pgqueue.job set claimed_at = now() - interval '200000 hours'",
+        "select pgqueue.enqueue('late', run_at => now() - interval '500 days')",
+    )
+    said = run("top")
+    for shown in r" 12000:00:\d\d ", r" 200000:00:\d\d ", r" 719:59:\d\d":
+        assert re.search(shown, said), said
+
+
 def test_top_has_the_worst_finding_of_each_check_of_health(db, run):
     do(
         db,
