@@ -212,6 +212,13 @@ def test_restored_from_a_backup_nothing_runs_twice(db, dsn, tmp_path):
     hold, take_out = ENTRIES["Restored from a backup"]
     db.execute("select pgqueue.enqueue('emails') from generate_series(1, 10)")
     db.execute("select pgqueue.claim('emails', 'w', 2)")  # run while it is dumped
+    follows = one(db, "select pgqueue.enqueue('reports', after => '{1,2,3}')")
+    for name in "news", "quiet":
+        db.execute(
+            "select pgqueue.schedule(%s, 'emails', every => '1 second', catch_up => 'all')",
+            (name,),
+        )
+    db.execute("select pgqueue.pause_schedule('quiet')")
     backup = tmp_path / "backup.sql"
     dump = ["pg_dump", "-f", backup, "-d", dsn]
     dumped = subprocess.run(dump, capture_output=True, text=True)
@@ -243,6 +250,7 @@ def test_restored_from_a_backup_nothing_runs_twice(db, dsn, tmp_path):
             restored.cursor().executemany(
                 "insert into ran values (%s)", [(id,) for id in ran]
             )
+            resumed_at = one(restored, "select clock_timestamp()")
             psql(take_out, restored_dsn)
             restored.execute(LOSE_LEASES)
             waits = column(restored, claim)
@@ -253,6 +261,16 @@ def test_restored_from_a_backup_nothing_runs_twice(db, dsn, tmp_path):
                 "select result #>> '{}' from pgqueue.run where outcome = 'cancelled'"
             )
             assert column(restored, reasons) == ["ran before the restore"] * 5
+            report = "select id from pgqueue.claim('reports', 'w')"
+            wait_until(lambda: column(restored, report) == [follows])
+            paused = "select paused from pgqueue.schedules order by name"
+            assert column(restored, paused) == [False, True]
+            slot = "min((headers ->> 'slot')::timestamptz)"
+            late = f"select {slot} >= %s from pgqueue.job where headers ? 'slot'"
+            wait_until(
+                lambda: one(restored, "select true from pgqueue.claim('emails', 'w')")
+            )
+            assert one(restored, late, resumed_at)
     finally:
         db.execute(f"drop database {name} with (force)")
 
