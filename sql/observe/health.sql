@@ -158,6 +158,11 @@ begin
             join ours as o on o.oid = l.relation
             left join waiter as w on w.relation = l.relation
             where l.what = 'relation' and l.bars_writers
+                -- One that only waits bars others, unless it waits for one that does so itself.
+                and (l.is_held or not exists (
+                    select from lock as h
+                    where h.what = 'relation' and h.relation = l.relation and h.is_held and h.bars_writers
+                ))
                 -- VACUUM needs its lock only for a moment, to cut off the end of a file.
                 and (l.pid in (select v.pid from pg_stat_progress_vacuum as v)) is not true
             union all

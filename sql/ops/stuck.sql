@@ -64,6 +64,8 @@ select
             then format('select pgqueue.resume(%L, group_key => %L);', f.queue, f.group_key)
         when f.problem like 'its kind and group are paused%'
             then format('select pgqueue.resume(%L, kind => %L, group_key => %L);', f.queue, f.kind, f.group_key)
+        when f.problem ~ '^its .* runs as many jobs as it may, [0-9]+, but a lease expired'
+            then 'select * from pgqueue.maintain();'
         when f.problem ~ '^its (queue|kind .*|group .*) runs as many jobs as it may'
             then 'raise max_running with pgqueue.configure'
         when f.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'

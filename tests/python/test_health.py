@@ -325,6 +325,25 @@ def test_who_waits_for_a_lock_and_lets_nobody_pass_is_named(db, connect):
     assert f"{other.info.backend_pid} has waited for it since " in detail
 
 
+def test_of_those_who_change_settings_the_one_who_holds_up_the_others_is_named(
+    db, connect
+):
+    holder = connect(autocommit=False)
+    holder.execute("select pgqueue.pause('q')")
+    waiting = [connect() for _ in range(3)]
+    for other in waiting:
+        other.pgconn.send_query(b"select pgqueue.resume('q')")
+    wait_until(
+        lambda: "3 sessions wait" in "".join(d for _, d, _ in found(db, "locks"))
+    )
+    for _, detail, hint in found(db, "locks"):
+        assert f": session {holder.info.backend_pid} has used it since " in detail
+        assert str(holder.info.backend_pid) in hint
+    fix(db, "locks")
+    for other in waiting:
+        assert other.pgconn.get_result().error_message == b""
+
+
 LOCK = "'locks', '500 ms'"
 
 

@@ -292,6 +292,20 @@ def test_stuck_names_who_has_locked_a_job_whose_lease_expired(db, run, connect, 
     )
 
 
+def test_stuck_has_a_lost_lease_ended_where_it_fills_a_cap(db, run):
+    do(
+        db,
+        "select pgqueue.configure('q', max_running => 1)",
+        "select pgqueue.enqueue('q', run_at => now() - interval '1 hour') from generate_series(1, 2)",
+        "select from pgqueue.claim('q', 'w')",
+        "update pgqueue.job set lease_expires_at = clock_timestamp() where worker is not null",
+    )
+    assert set(calls(run("stuck"), "fix")) == {"select * from pgqueue.maintain();"}
+    db.execute("select from pgqueue.maintain()")
+    assert len(column(db, "select id from pgqueue.claim('q', 'w', 2)")) == 1
+    assert re.findall("^fix +(raise max_running .*)$", run("stuck"), re.M)
+
+
 def test_stuck_prints_the_calls_that_fix_it(db, run):
     do(
         db,

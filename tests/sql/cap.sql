@@ -310,6 +310,11 @@ select pgqueue.configure('why', kind => 'a', max_running => 1);
 select is(
     pgqueue.why(:waits), 'its kind a runs as many jobs as it may, 1', 'why says that a kind is at its cap'
 );
+update pgqueue.job set lease_expires_at = clock_timestamp() where queue = 'why' and token is not null;
+select matches(
+    pgqueue.why(:waits), '^its kind a runs as many jobs as it may, 1, but a lease expired at .*: a claim or maintain.. ends it$',
+    'and if one of these was lost'
+);
 select pgqueue.configure('why', kind => 'a', rate_limit => 1, rate_period => '1 minute', reset => true);
 select pgqueue.configure('why', reset => true);
 select is(pg_temp.claimed('why', 1), 'a1', 'the other runs');
