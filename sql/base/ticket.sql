@@ -398,6 +398,7 @@ create or replace function pgqueue._until_ticket(
     set enable_bitmapscan = off
 as $$
 declare
+    is_limited boolean := is_strict or (pgqueue._in_force(queue)).has_groups;
     since timestamptz := '-infinity'::timestamptz;
     believed record;
     first_at timestamptz;
@@ -420,7 +421,8 @@ begin
     end if;
     -- A due ticket that a claim has left in place is for jobs that it may not take.
     first_at := least(until, (
-        select min(greatest(t.at, j.run_at))
+        -- Behind a job for others the next one may be free without notice: when that begins, or has expired.
+        select min(greatest(t.at, j.run_at, case when is_strict and j.nth > 1 then moment + interval '1 second' end))
         from (
             (
                 select t.at, t.group_key
@@ -435,15 +437,15 @@ begin
             select moment, n.key from unnest(new_keys) as n (key)
         ) as t
         left join lateral (
-            select f.run_at
+            select f.run_at, f.nth
             from (
-                select j.run_at, j.kind, j.group_key
+                select j.run_at, j.kind, j.group_key, row_number() over (order by j.run_at, j.id) as nth
                 from pgqueue.job as j
                 where pgqueue._is_in_group(j, _until_ticket.queue, t.group_key)
                     and -j.priority = 1000 - lane
                     and j.run_at < 'infinity' and j.lease_expires_at is null and num_nonnulls(kinds, paused) > 0
                 order by j.run_at, j.id
-                limit case when is_strict then 1 end
+                limit case when is_strict then 5 end
             ) as f
             where pgqueue._is_wanted(f.kind, f.group_key, _until_ticket.kinds, _until_ticket.paused)
             limit 1
@@ -452,7 +454,7 @@ begin
     ), (
         select min(case
             -- One that began before there was a limit, whose end may make no ticket due: see _count_running.
-            when is_strict and j.permits is null and j.lease_expires_at > moment then moment + interval '1 second'
+            when is_limited and j.permits is null and j.lease_expires_at > moment then moment + interval '1 second'
             else j.lease_expires_at
         end)
         from (

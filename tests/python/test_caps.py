@@ -423,7 +423,9 @@ def test_jobs_that_run_can_end_before_their_first_limit_is_committed(
         db.execute("select pgqueue.complete(%s, %s)", (ids[0], tokens[0]))
         assert claim(db) == {}
     for id, token in list(jobs.items())[1:]:
-        assert claim(db) == {}, "others run"
+        for _ in range(5):
+            assert claim(db) == {}, "others run"
+            db.execute("update pgqueue.ticket set at = now() - interval '1 s'")
         # So that nobody relies on their ends, which do not know of the limit.
         assert one(db, "select pgqueue.rest(array['q']) <= interval '1 s'")
         db.execute("select pgqueue.complete(%s, %s)", (id, token))

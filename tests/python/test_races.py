@@ -637,6 +637,25 @@ def test_the_cancel_of_a_job_that_held_up_its_group_wakes_who_takes_the_next(
     assert column(listener, claim, kinds) == [second]
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+def test_whoever_may_take_only_the_next_job_of_a_group_sleeps_a_second_at_most(
+    db, listener, limit
+):
+    """Nobody is told when the first one begins or expires, which may free the next."""
+    db.execute("select pgqueue.configure('q', group_limit => %s)", (limit,))
+    enqueue = "select pgqueue.enqueue('q', kind => %s, group_key => 'g')"
+    *_, last = (one(db, enqueue, kind) for kind in "xxy")
+    claim = "select id from pgqueue.claim('q', 'w', kinds => '{y}')"
+    for _ in range(9):
+        assert column(listener, claim) == []
+        db.execute("update pgqueue.ticket set at = now() - interval '1 s'")
+    rest = "select pgqueue.rest(array['q'], '{y}') between '0.5 s' and '1 s'"
+    assert one(listener, rest)
+    terms = "row(now(), null, null, null)::pgqueue._terms"
+    db.execute(f"update pgqueue.job set terms = {terms} where kind = 'x'")
+    assert soon(lambda: column(listener, claim)) == [last]
+
+
 @pytest.mark.parametrize("too", ["", ", max_running => 5"])
 def test_a_group_that_need_no_longer_wait_for_a_retry_wakes_who_rests(
     db, listener, too
