@@ -398,7 +398,7 @@ create or replace function pgqueue._until_ticket(
     set enable_bitmapscan = off
 as $$
 declare
-    is_limited boolean := is_strict or (pgqueue._in_force(queue)).has_groups;
+    is_limited boolean := is_strict or pg_relation_size('pgqueue.permit') > 0 and (pgqueue._in_force(queue)).has_groups;
     since timestamptz := '-infinity'::timestamptz;
     believed record;
     first_at timestamptz;

@@ -854,6 +854,8 @@ BLOCKED = {
 def test_who_finds_nothing_in_groups_may_rest_until_there_is_something(db, case):
     """Not for zero time, which would be a busy loop, and not for ever."""
     steps, kinds, is_awaited = BLOCKED[case]
+    # Nobody is told when the one of another kind begins or expires.
+    least = 0.9 if case == "behind one of another kind" else 20
     for step in steps:
         db.execute(step)
     rests = []
@@ -869,10 +871,10 @@ def test_who_finds_nothing_in_groups_may_rest_until_there_is_something(db, case)
         )
         rest = "select extract(epoch from pgqueue.rest('{q}', %s::text[], park => false))::float"
         rests.append(one(db, rest, kinds))
-        if len(rests) > 1 and (rests[-1] is None or rests[-1] > 20):
+        if len(rests) > 1 and (rests[-1] is None or rests[-1] > least):
             break
         time.sleep(0.15)
-    assert rests[-1] is None or rests[-1] > 20, rests
+    assert rests[-1] is None or rests[-1] > least, rests
     assert rests[-1] is not None or not is_awaited, rests
 
 
