@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from pgqueue.drivers import settled
-from pgqueue.payload import result_reader, to_json
+from pgqueue.payload import result_reader, storable, to_json
 
 T = TypeVar("T")
 Time = timedelta | None  # to wait
@@ -104,8 +104,7 @@ class Steps:
         """Number names that are used again in the attempt: "page", "page 2", "page 3"."""
         if self.terms is not None:
             raise Suspend  # a handler that has caught it gets no further
-        valid = name.encode(errors="ignore")
-        if not 1 <= len(valid) <= 200 or "\0" in name or valid.decode() != name:
+        if name != storable(name) or not 1 <= len(name.encode()) <= 200:
             what = "must have 1 to 200 bytes, all of them text"
             raise ValueError(f"the name of a step {what}: {name[:200]!r}")
         self._counts[name] += 1

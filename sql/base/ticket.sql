@@ -445,6 +445,7 @@ begin
                     and -j.priority = 1000 - lane
                     and j.run_at < 'infinity' and j.lease_expires_at is null and num_nonnulls(kinds, paused) > 0
                 order by j.run_at, j.id
+                -- Any further one is left to the next poll: each rest reads so many for each of up to 1000 tickets.
                 limit case when is_strict then 5 end
             ) as f
             where pgqueue._is_wanted(f.kind, f.group_key, _until_ticket.kinds, _until_ticket.paused)

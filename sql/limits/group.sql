@@ -97,12 +97,10 @@ begin
                 cross join lateral (
                     select j.run_at
                     from pgqueue.job as j
-                    where j.id = p.job_id and j.token is null and j.permits is not null and j.run_at > moment
-                        and j.run_at < 'infinity'
+                    where j.id = p.job_id and pgqueue._is_kept(p, j, 'infinity') and j.run_at > moment
                     offset 0
                 ) as k
                 where pgqueue._is_permit_of(p, _settle_tickets.queue, '', g.key)
-                    and not p.is_rate and p.free_at = 'infinity'
             ) end as retry_at
         from (
             select

@@ -74,11 +74,12 @@ begin
                 from pgqueue.job as h
                 where h.id = held.holder
             )
-            else format('%s runs as many jobs as it may, %s', whose, cap.most) || case
-                when held.free_at <= moment
-                    then ', but a lease expired at ' || pgqueue._written(held.free_at) || ': a claim or maintain() ends it'
-                else ''
-            end
+            else concat(
+                format('%s runs as many jobs as it may, %s', whose, cap.most),
+                case when held.free_at <= moment
+                    then format(', but a lease expired at %s: a claim or maintain() ends it', pgqueue._written(held.free_at))
+                end
+            )
         end;
     end loop;
     return null;
