@@ -4,7 +4,8 @@
 -- somebody waits for it. Two families of advisory locks show that, each folded to 256 keys
 -- so that one transaction over many queues cannot fill the lock table:
 --
---   7366513 "in flight"  held shared by every enqueue until its transaction ends (256: by every emit)
+--   7366513 "in flight"  held shared by every enqueue until its transaction ends, also by every end that frees a
+--                        permit (256: by every emit)
 --   7366514 "parked"     held shared by the session of every worker that waits (see rest)
 --
 -- A producer first takes "in flight", then looks whether anybody is parked. A worker

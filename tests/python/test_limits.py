@@ -108,6 +108,22 @@ def test_a_claim_beside_an_open_end_of_an_attempt_finds_the_next_job_after_it(
     assert claim(other).keys() == {second}
 
 
+@pytest.mark.waits_for_sweeps
+@pytest.mark.parametrize("end", ["complete", "complete_many", "finish"])
+def test_nobody_sleeps_long_beside_an_open_end_of_which_nobody_will_be_told(limited, end):
+    db, other = limited
+    enqueue(db, "a", "a")
+    # One job, so that this claim does not find the group full.
+    job = dict(db.execute("select id, token from pgqueue.claim('q', 'w')").fetchall())
+    with db.transaction():
+        finish(db, job, end)
+        while one(other, "select min(t.served) > -3 from pgqueue.ticket as t"):
+            assert claim(other) == {}
+        assert one(other, "select pgqueue.rest('{q}') <= interval '5 seconds'")
+    other.execute("select pgqueue.rest('{q}')")
+    assert soon(lambda: claim(other))
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_an_end_of_an_attempt_that_is_rolled_back_frees_nothing(limited, end):
     db, other = limited
