@@ -95,8 +95,11 @@ def script(old: str | None = None) -> str:
 
 
 def run(cursor: Any, body: str) -> None:
+    """Run a script within the caller's transaction, which keeps its search path."""
+    path = found(cursor, "select pg_catalog.current_setting('search_path')")
     body = body.replace("begin;\n", "", 1)
     cursor.execute(body.removesuffix("commit;\n").encode())
+    cursor.execute("select pg_catalog.set_config('search_path', %s, true)", [path])
 
 
 def found(cursor: Any, query: str) -> str | None:

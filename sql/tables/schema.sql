@@ -57,6 +57,7 @@ comment on type pgqueue._progress is
 'The progress of an attempt, and when it was reported: how much is done of a
 total, in units of its own, and what it is doing.';
 
+-- Whoever adds an attribute: a dump of an older version can then no longer be restored into this one, see docs/upgrading.md.
 create type pgqueue._terms as (expires_at timestamptz, run_at timestamptz, batch_id bigint, after bigint[]);
 comment on type pgqueue._terms is
 'The terms on which a job runs, if there are any: not begun after expires_at;

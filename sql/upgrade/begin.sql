@@ -7,7 +7,9 @@ declare
     given record;
     entitled text[] := '{}';
 begin
-    -- Whoever runs this: what is new has to have the owner of the functions that use it.
+    -- Whoever runs this: what is new has to have the owner of the functions that use it. What the transaction does
+    -- afterwards is again for the role that runs this.
+    perform set_config('pgqueue.upgraded_by', current_setting('role'), true);
     execute format('set local role %s', owner);
     -- Everybody who reads a view is waited for now, when nothing is locked that jobs need: to replace it takes the
     -- same lock as this, which changes nothing.

@@ -25,5 +25,6 @@ begin
     set role = a.role
     where format('%I %s', a.role, a.kind) = any (current_setting('pgqueue.entitled')::text[])
         and a.queue = (select min(o.queue) from pgqueue.access as o where (o.role, o.kind) = (a.role, a.kind));
+    perform set_config('role', current_setting('pgqueue.upgraded_by'), true);
 end;
 $$;

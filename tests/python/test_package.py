@@ -691,6 +691,9 @@ def test_install_rolls_back_with_its_transaction_and_works_with_any_row_factory(
             assert said in did
             assert "has no extension" not in did
             assert "already installed" in install(conn, plain)
+            # A migration goes on as before.
+            path = conn.execute("show search_path").fetchone()
+            assert path == {"search_path": '"$user", public'}
             conn.rollback()
         found = conn.execute("select to_regnamespace('pgqueue') as there").fetchone()
         assert found == {"there": None}

@@ -16,6 +16,7 @@ import psycopg
 import pytest
 from catalog import catalog
 from conftest import column, one
+from pgqueue import install
 from pgqueue.install import number
 from psycopg import errors
 from test_package import (
@@ -84,6 +85,7 @@ def blocked_in() -> Iterator[Callable[[psycopg.Connection], None]]:
 
 
 BY = pytest.mark.parametrize("plain", [False, True], ids=["extension", "plain"])
+NEW_FOR_WORKERS = "pgqueue.suspend(bigint, bigint, text, timestamptz, bigint[], text)"
 
 
 @BY
@@ -353,6 +355,59 @@ def test_a_dump_of_an_older_version_is_restored_by_a_newer(
     kept = column(restored, "select keep_things::text from pgqueue.queue_in_force")
     assert kept and set(kept) == {"30 days"}
     assert column(restored, "select id from pgqueue.claim('mails', 'w', 100)")
+
+
+@pytest.mark.parametrize("old", RELEASED)
+def test_a_dump_of_a_released_version_is_restored_into_that_and_then_upgraded(
+    make_database, tmp_path, old
+):
+    """As docs/upgrading.md says: a newer version might not take all rows."""
+    conn, restored = make_database(old), make_database(old)
+    conn.execute("""
+        select pgqueue.enqueue('q', expires_at => now() + interval '1 day', batch_id => pgqueue.create_batch('b'));
+        select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.claim('q', 'w');
+        select pgqueue.enqueue('q', after => array[pgqueue.enqueue('q', priority => 1)]);
+    """)
+    dump(conn, restored, tmp_path, old)
+    upgrade(restored, old)
+    assert one(restored, "select pgqueue.version()") == version()
+    assert column(restored, "select priority from pgqueue.claim('q', 'w', 9)") == [1]
+    assert one(restored, "select count(*) from pgqueue.dead_job") == 1
+    assert one(restored, "select count(*) from pgqueue.job") == 2
+
+
+@BY
+@pytest.mark.parametrize("old", RELEASED)
+def test_what_follows_an_upgrade_in_its_transaction_is_done_as_before(
+    roles, make_database, old, plain
+):
+    owner, member, worker = roles[:3]
+    conn = make_database()
+    conn.execute(f"grant create on database {conn.info.dbname} to {owner}")
+    conn.execute(f"grant {owner} to {member}")
+    with conn.transaction():
+        conn.execute(f"set local role {owner}")
+        if plain:
+            frozen = REPO / f"sql/upgrade/pgqueue--{old}.sql"
+            conn.execute(frozen.read_text().partition("\n")[2])
+        else:
+            conn.execute(f"create extension pgqueue version '{old}'")
+        conn.execute(f"select pgqueue.grant_access('{worker}', 'worker')")
+    conn.execute(f"create table own (n int); grant all on own to {member}")
+    if plain:
+        conn.execute(f"set role {member}")  # else only the owner of the extension may
+    conn.execute("set search_path = public, pg_catalog")
+    with conn.transaction():
+        before = conn.execute("select current_user, current_schemas(true)").fetchall()
+        assert "upgraded" in install.upgrade(conn)
+        conn.execute("insert into own values (1)")
+        after = conn.execute("select current_user, current_schemas(true)").fetchall()
+        assert before == after
+    conn.execute("reset role")
+    assert one(
+        conn, f"select has_function_privilege('{worker}', '{NEW_FOR_WORKERS}', 'execute')"
+    )
+    conn.execute(f"drop owned by {', '.join(roles)} cascade")
 
 
 # What users have made of it
