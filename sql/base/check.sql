@@ -148,10 +148,13 @@ create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
     language plpgsql
     immutable
 as $$
+declare
+    -- As an element of an array it is uncompressed; as a value of a table it may not be.
+    bytes int := pg_column_size((array[payload])[1]);
 begin
-    return case when pg_column_size(payload) > max_bytes then array[
+    return case when bytes > max_bytes then array[
         'payload is too large for this queue',
-        format('It has %s bytes of at most %s.', pg_column_size(payload), max_bytes),
+        format('It has %s bytes of at most %s.', bytes, max_bytes),
         'Store large content elsewhere and enqueue its location, or configure max_payload_bytes.',
         '54000'
     ] end;

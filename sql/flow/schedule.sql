@@ -216,10 +216,15 @@ declare
     old pgqueue.schedule;
     given record;
     due record;
+    is_locked boolean := false;
 begin
     perform pgqueue._look_from_now_on();
     loop
-        select s.* into old from pgqueue.schedule as s where s.name = schedule.name for update;
+        if is_locked then
+            select s.* into old from pgqueue.schedule as s where s.name = schedule.name for update;
+        else
+            select s.* into old from pgqueue.schedule as s where s.name = schedule.name;
+        end if;
         -- A schedule of a dropped role belongs to nobody.
         if exists (
             select from pg_roles as r where r.rolname = old.owner and not pg_has_role(caller::name, r.oid, 'usage')
@@ -241,7 +246,16 @@ begin
             coalesce((select r.rolname from pg_roles as r where r.rolname = old.owner), caller), old.problem,
             coalesce(payload, '{}'), headers
         )::pgqueue.schedule;
-        if row(old.cron, old.every, old.timezone) is distinct from row(given.cron, given.every, given.timezone) then
+        if given is not distinct from old then
+            return;
+        elsif old.name is not null and not is_locked then
+            -- Only now: an application that starts changes nothing, and may keep its transaction open beyond a slot.
+            is_locked := true;
+            continue;
+        end if;
+        if row(old.cron, old.every, old.timezone, old.jitter)
+            is distinct from row(given.cron, given.every, given.timezone, given.jitter)
+        then
             moment := clock_timestamp();
             -- Before a new rule applies, slots that are due under the old one are fired, without jitter.
             if not old.is_paused and old.next_slot <= moment and (old.last_slot < old.next_slot) is not false then
@@ -249,6 +263,8 @@ begin
                 due.cron := old.cron;
                 due.every := old.every;
                 due.jitter := null;
+                -- One that waits for its jitter is not late.
+                due.catch_up := case when due.catch_up = 'skip' and old.due_at > moment then 'one' else due.catch_up end;
                 -- The new time zone if the server no longer knows the old one.
                 foreach due.timezone in array array[old.timezone, given.timezone] loop
                     perform pgqueue._fire(due, moment);
@@ -257,9 +273,7 @@ begin
             end if;
             given.next_slot := pgqueue._next_slot(given, greatest(moment, given.last_slot));
         end if;
-        if given is distinct from old then
-            given.problem := null;
-        end if;
+        given.problem := null;
         given.due_at := case when given.is_paused then 'infinity'
             else given.next_slot + pgqueue._share_of_jitter(given.name, given.jitter)
         end;
@@ -270,7 +284,7 @@ begin
             max_attempts = given.max_attempts, queue = given.queue, kind = given.kind,
             group_key = given.group_key, cron = given.cron, timezone = given.timezone,
             catch_up = given.catch_up, owner = given.owner, payload = given.payload, headers = given.headers
-        where old.name is not null and given is distinct from old;
+        where old.name is not null;
         -- Otherwise another session has just created it: try again.
         exit when found or old.name is not null;
     end loop;
@@ -291,8 +305,8 @@ jitter, up to 1 day: later by a fraction of it, always the same for a name.
 catch_up, for missed slots: one (default: one job, for the last of them), skip
 (none if that is more than two minutes late) or all (the first 1000). Calling
 it again changes only what differs, and fires no slot twice; a paused schedule
-stays paused. If the rule changes, slots that are due under the old one are
-enqueued first, with the new arguments. It belongs to the role that created it;
+stays paused. If the rule or jitter changes, slots that have come under the old
+one are enqueued first, with the new arguments. It belongs to the role that created it;
 for others, unschedule frees the name.
 Raises 22023 (bad argument), 54000 (payload too large), 42501 (it belongs to
 another role, or the caller is a scheduler of other queues only).';
@@ -348,7 +362,7 @@ $$;
 
 comment on function pgqueue.pause_schedule(text) is
 'Stops a recurring job from enqueuing jobs until resume_schedule; its slots until
-then are not made up for.
+then, and any that nobody has enqueued yet, are not made up for.
 Raises PQ001 (no such schedule).';
 
 create or replace function pgqueue.resume_schedule(name text)
@@ -369,7 +383,13 @@ begin
     if old.is_paused then
         -- Read only now: this may have waited for a session that gave the schedule another rule.
         moment := clock_timestamp();
-        slot := pgqueue._next_slot(old, greatest(moment, old.last_slot));
+        -- Its next one may still wait for its jitter.
+        slot := case
+            when (old.last_slot < old.next_slot) is not false
+                and old.next_slot + pgqueue._share_of_jitter(old.name, old.jitter) > moment
+                then old.next_slot
+            else pgqueue._next_slot(old, greatest(moment, old.last_slot))
+        end;
         update pgqueue.schedule as s
         set is_paused = false, next_slot = slot, due_at = slot + pgqueue._share_of_jitter(s.name, s.jitter),
             problem = null

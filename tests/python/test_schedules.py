@@ -106,6 +106,12 @@ def test_a_slot_that_is_due_when_the_rule_changes_has_one_job_whoever_fires(
     assert one(other, "select count(*) from pgqueue.job") == 1
 
 
+def test_a_call_that_changes_nothing_holds_up_no_slot(db, connect, due):
+    with db.transaction():
+        db.execute("select pgqueue.schedule('s', 'q', every => '1 hour')")
+        assert one(connect(), FIRE) == 1
+
+
 def test_a_rule_that_changes_while_a_slot_is_fired_fires_no_other_slot(
     db, call_while_it_fires
 ):

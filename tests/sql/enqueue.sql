@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(55);
+select plan(56);
 
 -- Defaults
 
@@ -82,6 +82,13 @@ select throws_ok(
     $$ select pgqueue.enqueue('small', to_jsonb(repeat('x', 200))) $$, '54000', null,
     'a payload above max_payload_bytes is refused'
 );
+create temporary table compressed as select to_jsonb(repeat('x', 100000)) as payload;
+select pgqueue.configure('small', max_payload_bytes => 50000);
+select throws_ok(
+    $$ select pgqueue.enqueue('small', c.payload) from compressed as c where pg_column_size(c.payload) < 50000 $$, '54000', null,
+    'also one that is compressed in the table from which it comes'
+);
+select pgqueue.configure('small', max_payload_bytes => 100);
 select lives_ok(
     $$ select pgqueue.enqueue('small', headers => jsonb_build_object('text', repeat('x', 200))) $$,
     'headers may be larger'

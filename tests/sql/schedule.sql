@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(60);
+select plan(62);
 
 -- Makes a schedule due, this long ago.
 create function pg_temp.late(name text, by interval)
@@ -234,6 +234,22 @@ select ok((select next_slot > now() and not paused from pgqueue.schedules), 'res
 select pgqueue.resume_schedule('nightly');
 select throws_ok($$ select pgqueue.pause_schedule('x') $$, 'PQ001', null, 'pause_schedule of an unknown name raises PQ001');
 select throws_ok($$ select pgqueue.resume_schedule('x') $$, 'PQ001', null, 'so does resume_schedule');
+
+-- One slot came an hour ago, but waits for its jitter.
+select pgqueue.schedule('waits', 'waits', every => '7 days', catch_up => 'skip', jitter => '1 day');
+update pgqueue.schedule set next_slot = now() - interval '1 hour', due_at = now() + interval '1 hour', jitter = '365 days'
+where name = 'waits';
+select pgqueue.pause_schedule('waits'), pgqueue.resume_schedule('waits');
+select ok(
+    (select next_slot < now() and due_at > now() from pgqueue.schedule where name = 'waits'),
+    'a slot that still waits for its jitter survives a pause'
+);
+update pgqueue.schedule set due_at = now() + interval '1 hour' where name = 'waits';
+select pgqueue.schedule('waits', 'waits', every => '7 days', catch_up => 'skip');
+select results_eq(
+    $$ select count(*), (select next_slot > now() from pgqueue.schedule where name = 'waits') from pgqueue.job where queue = 'waits' $$,
+    $$ values (1::bigint, true) $$, 'without a jitter it is not late, but has come'
+);
 select throws_ok($$ select pgqueue.unschedule(null) $$, 'PQ001', null, 'so does unschedule');
 
 -- At once
