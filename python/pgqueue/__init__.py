@@ -17,8 +17,9 @@ from pgqueue.client import (
 )
 from pgqueue.job import Job
 from pgqueue.policy import Reject, Retry, Snooze
+from pgqueue.results import NotCompleted, Result
 from pgqueue.shards import shard_of
-from pgqueue.steps import NotCompleted, Result, Suspend
+from pgqueue.steps import Suspend
 from pgqueue.task import Task
 from pgqueue.waiting import Status, status, wait
 

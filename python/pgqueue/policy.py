@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pgqueue.job import Job, Seconds, to_timedelta
-from pgqueue.steps import Portable
+from pgqueue.results import Portable
 
 Exceptions = tuple[type[BaseException], ...]  # a single class works, too
 Middleware = Callable[[Job], AbstractContextManager[Any]]

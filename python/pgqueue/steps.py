@@ -4,18 +4,17 @@ It uses only the SQL functions save_step, steps, suspend and results_of, so that
 any language, or in SQL, can go on with the same job.
 """
 
-import copyreg
 import hashlib
 import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from pgqueue.drivers import settled
 from pgqueue.payload import result_reader, storable, to_json
+from pgqueue.results import NotCompleted, Result
 
 T = TypeVar("T")
 Time = timedelta | None  # to wait
@@ -57,35 +56,6 @@ class Suspend(BaseException):
     """Ends the handler of a job that waits: let it through. The next attempt starts anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a job has ended that another one has waited for."""
-
-    id: int
-    kind: str | None
-    # completed, dead, cancelled; gone if unknown; None: it waits or runs
-    outcome: str | None
-    result: Any  # decoded JSON, of a completed job
-
-
-class Portable(Exception):
-    """Can be pickled and copied, although its `__init__` takes other things than the message."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
-
-
-class NotCompleted(Portable):
-    """Some of the jobs that this one has waited for died, or were cancelled."""
-
-    def __init__(self, results: list[Result]) -> None:
-        self.results = results
-        bad = [r for r in results if r.outcome != "completed"]
-        named = ", ".join(f"{r.id} ({r.outcome})" for r in bad[:5])
-        more = f", and {len(bad) - 5} more" if len(bad) > 5 else ""
-        super().__init__(f"jobs that did not complete: {named}{more}")
-
-
 class Steps:
     """The memory of a job, as one attempt sees it."""
 
@@ -97,6 +67,8 @@ class Steps:
         self._lease = lease  # job and token
         self._ask = ask
         self._known: dict[str, Any] | None = None
+        # Waits that have failed. If that ends the attempt, the next one looks again.
+        self._failures: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
         self._names: set[str] = set()
 
@@ -152,6 +124,7 @@ class Steps:
         read = result_reader(function)
         known = await self._load()
         if name not in known:
+            await self._save_failures()
             await self._save(name, to_json(await settled(run()), f"step {name!r}"))
         return known[name] if read is None else read(known[name])
 
@@ -165,8 +138,9 @@ class Steps:
         if name not in known:
             if payload is None:
                 await self._until(name, f"{name}: until", timeout, event=event)
-            found = f'{{"payload": {payload}}}' if payload else '{"timed_out": true}'
-            await self._save(name, found)
+                await self._save(name, '{"timed_out": true}', is_failure=True)
+            else:
+                await self._save(name, f'{{"payload": {payload}}}')
         if "payload" not in known[name]:
             raise TimeoutError(f"{event!r} has not happened in time")
         return known[name]["payload"]
@@ -185,7 +159,8 @@ class Steps:
                 await self._until(name, f"{name}: until", timeout, last, after=ids)
             else:
                 values = [[r.id, r.kind, r.outcome, r.result] for r in rows]
-            await self._save(ended, to_json(values, name))
+            failed = values is None or any(r.outcome != "completed" for r in rows)
+            await self._save(ended, to_json(values, name), failed)
         if known[ended] is None:
             raise TimeoutError("the jobs have not ended in time")
         results = [Result(*row) for row in known[ended]]
@@ -213,10 +188,21 @@ class Steps:
             self._known = {name: json.loads(text) for name, text in rows if name}
         return self._known, next((text for name, text in rows if not name), None)
 
-    async def _save(self, name: str, text: str | None) -> None:
-        """Save a step; if another attempt has, keep what it saved."""
-        rows = await self._ask(SAVE, *self._lease, name, text or "null")
-        (await self._load())[name] = json.loads(rows[0][0])
+    async def _save(
+        self, name: str, text: str | None, is_failure: bool = False
+    ) -> None:
+        """Save a step, a failure only when more follows; if another attempt has, keep that."""
+        saved = text or "null"
+        if is_failure:
+            self._failures[name] = saved
+        else:
+            await self._save_failures()
+            ((saved,),) = await self._ask(SAVE, *self._lease, name, saved)
+        (await self._load())[name] = json.loads(saved)
+
+    async def _save_failures(self) -> None:
+        for name in list(self._failures):
+            await self._save(name, self._failures.pop(name))
 
     async def _until(
         self,
@@ -228,6 +214,7 @@ class Steps:
     ) -> None:
         """Return if a wait is over, by its deadline or by run_now; else suspend the job."""
         is_over = False
+        await self._save_failures()
         if timeout is not None:
             over, known = derived(f"{name}: over"), await self._load()
             rows = await self._ask(DEADLINE, *self._lease, until, timeout)

@@ -27,7 +27,7 @@ import pydantic
 import pytest
 from conftest import column, one, url
 from pgqueue import database
-from pgqueue.steps import NotCompleted, Result
+from pgqueue.results import NotCompleted, Result
 from pgqueue.worker.deadline import NoAnswer
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import dict_row, scalar_row

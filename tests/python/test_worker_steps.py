@@ -273,6 +273,21 @@ def test_a_job_that_waits_for_one_that_dies_is_told(db, workers) -> None:
     assert workers.finish(worker) == 0
 
 
+@pytest.mark.parametrize("kind", ["aparent", "wants"])
+def test_after_a_wait_that_failed_a_redrive_looks_again(db, workers, kind) -> None:
+    child = enqueue(db, "child", n=-1)
+    payload = {"event": "late"} if kind == "wants" else {"ids": [child]}
+    id = pgqueue.enqueue(db, QUEUE, payload, kind=kind, max_attempts=1)
+    burst(workers)
+    db.execute("select pgqueue.redrive_job(%s, '{\"n\": 2}')", (child,))
+    burst(workers)
+    assert state(db, id) == "dead"
+    pgqueue.emit(db, "late", [4])
+    db.execute("select pgqueue.redrive_job(%s)", (id,))
+    burst(workers)
+    assert result(db, id) == [4]
+
+
 def test_jobs_that_nothing_is_known_of_are_gone_and_waited_for_once(
     db, workers
 ) -> None:

@@ -175,6 +175,11 @@ async def aparent(job: pgqueue.Job, ids: list[int]) -> Any:
     return await job.wait_for_jobs(ids)
 
 
+@app.job("wants")
+def wants(job: pgqueue.Job, event: str) -> Any:
+    return job.wait_for(event, timeout=0)
+
+
 @app.job("locked_parent")
 def locked_parent(job: pgqueue.Job, ids: list[int]) -> Any:
     note("begun")
