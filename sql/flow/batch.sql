@@ -114,6 +114,8 @@ begin
         end if;
         if is_over is null then
             perform pgqueue._leave_loose_ends(array[batch_id], 'batch', interval '200 milliseconds');
+            -- Perhaps nobody claims before it is over.
+            perform pgqueue._wake((select b.queue from pgqueue.batch as b where b.id = batch_id));
         end if;
     end loop;
 end;

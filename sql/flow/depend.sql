@@ -305,6 +305,7 @@ declare
     held bigint[];
     alone bigint[];
     others bigint[];
+    left_over bigint[];
     cut int;
 begin
     if current_setting('transaction_isolation') <> 'read committed' then
@@ -373,12 +374,25 @@ begin
     if cardinality(ties) = most and cut < most / 2 and not is_choosy then
         return cut + pgqueue._cut_ties(ended, most, true);
     end if;
-    perform pgqueue._leave_loose_ends(array_agg(r.id), 'ended', case
-        when cut > 0 and cardinality(ties) = most or others is not null then interval '0'
-        else interval '200 milliseconds'
-    end)
-    from (select distinct u.id from unnest(ended || cancelled || others) as u (id)) as r
-    where (select true from pgqueue.dependency as d where d.job_id = r.id limit 1);
+    left_over := array(
+        select distinct u.id
+        from unnest(ended || cancelled || others) as u (id)
+        where (select true from pgqueue.dependency as d where d.job_id = u.id limit 1)
+    );
+    if left_over <> '{}' then
+        perform pgqueue._leave_loose_ends(left_over, 'ended', case
+            when cut > 0 and cardinality(ties) = most or others is not null then interval '0'
+            else interval '200 milliseconds'
+        end);
+        -- Perhaps nobody claims before the last of them has ended.
+        perform pgqueue._wake((
+            select j.queue
+            from unnest(left_over) as u (id)
+            cross join lateral (select d.waiter_id from pgqueue.dependency as d where d.job_id = u.id limit 1) as d
+            cross join lateral (select j.queue from pgqueue.job as j where j.id = d.waiter_id offset 0) as j
+            limit 1
+        ));
+    end if;
     return cut;
 end;
 $$;

@@ -115,6 +115,35 @@ def test_a_job_whose_last_two_ends_meet_is_found_by_the_next_claim_or_rest(db, c
 
 
 @pytest.mark.needs_hints
+@pytest.mark.parametrize("waits", ["a job", "a callback"])
+def test_who_sleeps_is_told_of_two_last_ends_that_meet(db, connect, waits):
+    """Neither of those who end them claims anything afterwards."""
+    if waits == "a job":
+        leases = [claimed(db) for _ in range(2)]
+        ids = [id for id, _ in leases]
+        db.execute("select pgqueue.enqueue('after', after => %s)", (ids,))
+    else:
+        batch = one(db, "select pgqueue.create_batch('after')")
+        leases = [claimed(db, batch_id=batch) for _ in range(2)]
+        db.execute("select pgqueue.close_batch(%s)", [batch])
+    sleeper = connect()
+    sleeper.execute("listen pgqueue")
+    wait_until(
+        lambda: not one(sleeper, "select pgqueue.rest('{after}') < interval '9 s'")
+    )
+    sessions = [connect(autocommit=False) for _ in range(2)]
+    for session, lease in zip(sessions, leases, strict=True):
+        session.execute(ENDS["complete"], lease)
+    for session in sessions:
+        session.commit()
+    assert list(sleeper.notifies(timeout=9, stop_after=1))
+    wait_until(
+        lambda: one(sleeper, "select pgqueue.rest('{after}') < interval '1 s'")
+        and column(sleeper, "select id from pgqueue.claim('after', 'w')")
+    )
+
+
+@pytest.mark.needs_hints
 @pytest.mark.parametrize(
     "limit", ["group_limit => 1", "group_key => '*', rate_limit => 9"]
 )
