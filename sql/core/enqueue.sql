@@ -73,14 +73,14 @@ begin
         picks := array(select j.ctid from pgqueue.job as j where j.id = present.id for update);
         perform pgqueue._expire(picks, moment);
         return null;
-    elsif on_duplicate = 'error' then
-        return present.id;
     elsif present.lease_expires_at <= moment then
         -- Its worker is dead, and the job may be dead as well: end that attempt, then look again.
         picks := array(select j.ctid from pgqueue.job as j where j.id = present.id for update skip locked);
         if pgqueue._expire(picks, moment) > 0 then
             return null;
         end if;
+    elsif on_duplicate = 'error' then
+        return present.id;
     elsif present.lease_expires_at is null and on_duplicate <> 'skip' then
         update pgqueue.job as j
         set payload = case when on_duplicate = 'replace' then _on_duplicate.payload else j.payload end,
@@ -481,11 +481,7 @@ begin
                 overriding system value
                 select
                     g.id,
-                    coalesce(
-                        _insert_keyed.run_at,
-                        moment - (cardinality(payloads) - g.place) * interval '1 microsecond'
-                    ),
-                    moment, coalesce(_insert_keyed.priority, 0), g.max_attempts,
+                    coalesce(_insert_keyed.run_at, moment + (g.place - 1) * interval '1 microsecond'), moment, coalesce(_insert_keyed.priority, 0), g.max_attempts,
                     _insert_keyed.queue, coalesce(_insert_keyed.kind, _insert_keyed.queue),
                     g.unique_key, g.group_key, _insert_keyed.terms, coalesce(g.payload, '{}'),
                     _insert_keyed.headers
@@ -683,9 +679,10 @@ begin
         insert into pgqueue.job as j (
             run_at, enqueued_at, priority, max_attempts, queue, kind, group_key, terms, payload, headers
         )
-        -- A microsecond apart, so that a claim's position can fall between any two jobs.
+        -- A microsecond apart, so that a claim's position can fall between any two jobs. It takes longer to insert one, so
+        -- the last is due when this ends, and what was enqueued before comes before the first.
         select
-            coalesce(enqueue_many.run_at, moment - (cardinality(payloads) - g.place) * interval '1 microsecond'),
+            coalesce(enqueue_many.run_at, moment + (g.place - 1) * interval '1 microsecond'),
             moment, coalesce(enqueue_many.priority, 0),
             coalesce(enqueue_many.max_attempts, g.max_attempts, settings.max_attempts, 20),
             enqueue_many.queue, coalesce(enqueue_many.kind, enqueue_many.queue),

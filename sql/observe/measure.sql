@@ -474,7 +474,11 @@ begin
     );
     pattern := regexp_replace(pattern, '[[:alnum:]_:.-]*[[:digit:]][[:alnum:]_:.-]*', mask, 'g');
     pattern := regexp_replace(pattern, E'([\\\\%_])', E'\\\\\\1', 'g');
-    return regexp_replace(pattern, mask || '([[:space:]]*' || mask || ')*', '%', 'g');
+    pattern := regexp_replace(pattern, mask || '([[:space:]]*' || mask || ')*', '%', 'g');
+    -- A code alone, such as E4012: a pattern that fits every error would send back, or discard, all that is dead.
+    return case when pattern <> '%' then pattern
+        else regexp_replace(pgqueue._summary(error), E'([\\\\%_])', E'\\\\\\1', 'g')
+    end;
 end;
 $$;
 

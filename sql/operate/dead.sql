@@ -63,26 +63,31 @@ declare
     ids bigint[];
     summaries text[];
 begin
-    select array_agg(f.id order by f.id), array_agg(f.summary) into ids, summaries
+    select array_agg(u.id order by u.id), array_agg(u.summary) into ids, summaries
     from (
-        select d.id, pgqueue._summary(d.error) as summary
-        from pgqueue.dead_job as d
-        where (_end_death.queue is null or d.queue = _end_death.queue)
-            and (_end_death.kind is null or d.kind = _end_death.kind)
-            and (
-                _end_death.error_like is null
-                or pgqueue._summary(d.error) ilike _end_death.error_like collate "default"
-            )
-            and (_end_death.died_after is null or d.died_at >= _end_death.died_after)
-            and (_end_death.died_before is null or d.died_at < _end_death.died_before)
-            and not (_end_death.verb = 'redrive' and d.unique_key is not null and exists (
-                select from pgqueue._with_key(d.queue, d.unique_key)
-                offset 0
-            ))
-        order by d.id
-        limit coalesce(_end_death.max_jobs, 1000)
-        for update of d skip locked
-    ) as f;
+        select f.*, row_number() over (partition by f.queue, f.unique_key order by f.id) as nth
+        from (
+            select d.id, d.queue, d.unique_key, pgqueue._summary(d.error) as summary
+            from pgqueue.dead_job as d
+            where (_end_death.queue is null or d.queue = _end_death.queue)
+                and (_end_death.kind is null or d.kind = _end_death.kind)
+                and (
+                    _end_death.error_like is null
+                    or pgqueue._summary(d.error) ilike _end_death.error_like collate "default"
+                )
+                and (_end_death.died_after is null or d.died_at >= _end_death.died_after)
+                and (_end_death.died_before is null or d.died_at < _end_death.died_before)
+                and not (_end_death.verb = 'redrive' and d.unique_key is not null and exists (
+                    select from pgqueue._with_key(d.queue, d.unique_key)
+                    offset 0
+                ))
+            order by d.id
+            limit coalesce(_end_death.max_jobs, 1000)
+            for update of d skip locked
+        ) as f
+    ) as u
+    -- Of those with the same key only the first comes back.
+    where u.nth = 1 or u.unique_key is null or verb <> 'redrive';
     if dry_run then
         perform pgqueue._tell_counts('the dead jobs to ' || verb, summaries);
     elsif verb = 'redrive' then

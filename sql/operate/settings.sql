@@ -195,6 +195,10 @@ begin
         'rate_period', make_interval(secs => extract(epoch from configure.rate_period)::float8)
     ));
     perform pgqueue._set(configure.queue, configure.kind, configure.group_key, given, configure.reset);
+    if not configure.notify then
+        -- Who sleeps must look for itself from now on, as rest says; afterwards nothing would wake it.
+        perform pgqueue._wake(configure.queue);
+    end if;
     perform pgqueue._resolve(coalesce(configure.queue, ''));
     if given ?| '{group_limit,max_running,rate_limit,rate_period}'
         or configure.reset and pg_relation_size('pgqueue.permit') > 0

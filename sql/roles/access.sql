@@ -165,6 +165,14 @@ begin
     delete from pgqueue.access as a
     where a.role = revoke_access.role and a.kind = revoke_access.kind
         and a.queue = coalesce(revoke_access.queue, a.queue);
+    if queue is not null and exists (
+        select from pgqueue.access as a
+        where a.role = revoke_access.role and a.kind = revoke_access.kind and a.queue = ''
+    ) then
+        raise notice using
+            message = format('role %I is still a %s of all queues', role, kind),
+            hint = 'To limit it, revoke_access without a queue, then grant_access with those that it may use.';
+    end if;
     if not exists (
         select from pgqueue.access as a where a.role = revoke_access.role and a.kind = revoke_access.kind
     ) and exists (select from pg_roles as r where r.rolname = role) then

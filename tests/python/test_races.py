@@ -557,6 +557,7 @@ def test_an_enqueue_notifies_only_when_a_session_is_parked_on_its_queue(
     db.execute("select pgqueue.enqueue_many('r', array_fill('1'::jsonb, array[100]))")
     assert heard(listener) == 2
     db.execute("select pgqueue.configure('q', notify => false)")
+    assert heard(listener) == 1, "from now on it has to look for itself"
     db.execute("select pgqueue.enqueue('q')")
     listener.close()
     db.execute("select pgqueue.enqueue('r')")
@@ -1020,6 +1021,7 @@ def test_two_phase_commit_works_in_a_queue_with_notify_false(db, listener, verb)
 @pytest.mark.parametrize("verb", ["resume()", "configure(null, max_running => 9)"])
 def test_two_phase_commit_works_with_notify_false_for_all(db, listener, verb):
     db.execute("select pgqueue.configure(null, notify => false)")
+    assert heard(listener) == 1, "the last one"
     listener.execute("select pgqueue.rest(array['q'])")
     commit_in_two_phases(db, f"select pgqueue.{verb}")
     assert heard(listener) == 0

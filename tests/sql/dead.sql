@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(35);
+select plan(36);
 
 create function pg_temp.dead(queue text, payload jsonb, kind text, error text, unique_key text default null)
     returns bigint
@@ -66,6 +66,9 @@ select is(
 );
 select pg_temp.dead('twins', '1', 'x', 'e', 'k') is null;
 select pg_temp.dead('twins', '2', 'x', 'e', 'k') is null;
+select is(
+    (select count(*) from pgqueue.redrive('twins', dry_run => true)), 1::bigint, 'a dry run knows that only one can come back'
+);
 select is(
     (select count(*) from pgqueue.redrive('twins')), 1::bigint,
     'redrive sends back one of two dead jobs with the same unique key'

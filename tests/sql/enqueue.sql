@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(56);
+select plan(59);
 
 -- Defaults
 
@@ -128,6 +128,13 @@ select results_eq(
     format('select payload, priority, run_at from pgqueue.job where id = %s', :id),
     $$ values ('3'::jsonb, 9, '2101-01-01'::timestamptz) $$,
     'postpone sets the later run_at and nothing else'
+);
+select pgqueue.enqueue('lost', unique_key => 'k', max_attempts => 1);
+select count(*) from pgqueue.claim('lost', 'w');
+update pgqueue.job set lease_expires_at = now() where queue = 'lost';
+select lives_ok(
+    $$ select pgqueue.enqueue('lost', unique_key => 'k', on_duplicate => 'error') $$,
+    'a job whose last attempt has expired is dead, and has no key'
 );
 select throws_ok(
     $$ select pgqueue.enqueue('keys', unique_key => 'k', on_duplicate => 'error') $$, '23505', null,
@@ -345,6 +352,18 @@ select results_eq(
     $$ values ('infinity'::timestamptz, '2197-01-01'::timestamptz, '2199-01-01'::timestamptz) $$,
     'a blocked job that is replaced stays blocked, on the new terms'
 );
+
+-- Order
+
+select count(*) from pgqueue.enqueue_many('order', array_fill('"before"'::jsonb, array[1000]));
+select pgqueue.enqueue('order', '"one"');
+select count(*) from pgqueue.enqueue_many('order', array_fill('"after"'::jsonb, array[1000]));
+select is(
+    (select array_agg(c.payload #>> '{}') from (select c.* from pgqueue.claim('order', 'w', 1002) as c) as c),
+    array_fill('before'::text, array[1000]) || '{one,after}'::text[],
+    'many jobs at once come before none that was there, and after none that came later'
+);
+select is((select count(*) from pgqueue.claim('order', 'w', 1000)), 999::bigint, 'and all are due');
 
 select * from finish();
 rollback;

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(9);
+select plan(10);
 
 select pgqueue.enqueue_many('m', array_fill('1'::jsonb, array[30]), group_keys => array(
     select case when n % 3 = 0 then 'g' || n end from generate_series(1, 30) as n
@@ -40,6 +40,7 @@ from (values
 select isnt(
     pgqueue._error_like('ValueError: no user'), pgqueue._error_like('ValueError: no order'), 'another error is another'
 );
+select is(pgqueue._error_like('ORA_00060'), E'ORA\\_00060', 'a code alone fits no other error');
 
 select * from finish();
 rollback;
