@@ -182,8 +182,6 @@ create or replace function pgqueue._wake_groups(queues text[], group_keys text[]
     language plpgsql
 as $$
 declare
-    -- In flight, as an enqueue: until this commits, claims may find the groups full, but no rest is a long one then.
-    is_noted boolean := pg_try_advisory_xact_lock_shared(7366513, hashtext(queues[1] collate "default") & 255);
     tickets tid[] := array(
         select t.tid
         from (select distinct u.queue, u.key from unnest(queues, group_keys) as u (queue, key) where u.key is not null) as u
@@ -199,10 +197,8 @@ begin
     if pg_sequence_last_value('pgqueue._cell_groups_vain') > 0 then
         perform pgqueue._return_turns(queues, group_keys, '100 milliseconds');
     end if;
-    if queues[1] <> any (queues) then
-        perform pg_try_advisory_xact_lock_shared(7366513, u.fold)
-        from (select distinct hashtext(q.name collate "default") & 255 as fold from unnest(queues) as q (name)) as u;
-    end if;
+    -- Until this commits, claims may find the groups full.
+    perform pgqueue._let_none_sleep(queues);
     if tickets = '{}' or pgqueue._is_lost() then
         return;
     end if;

@@ -63,6 +63,19 @@ begin
 end;
 $$;
 
+-- Lets no worker of these queues rest for long before this transaction ends.
+create or replace function pgqueue._let_none_sleep(queues text[])
+    returns void
+    language plpgsql
+as $$
+begin
+    if pg_try_advisory_xact_lock_shared(7366513, hashtext(queues[1] collate "default") & 255) and queues[1] <> any (queues) then
+        perform pg_try_advisory_xact_lock_shared(7366513, u.fold)
+        from (select distinct hashtext(q.name collate "default") & 255 as fold from unnest(queues) as q (name)) as u;
+    end if;
+end;
+$$;
+
 -- The keys of the shared advisory locks of this class that this session holds: unlocking others raises a warning.
 create or replace function pgqueue._own_locks(class int)
     returns setof int

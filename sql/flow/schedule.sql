@@ -306,8 +306,8 @@ catch_up, for missed slots: one (default: one job, for the last of them), skip
 (none if that is more than two minutes late) or all (the first 1000). Calling
 it again changes only what differs, and fires no slot twice; a paused schedule
 stays paused. If the rule or jitter changes, slots that have come under the old
-one are enqueued first, with the new arguments. It belongs to the role that created it;
-for others, unschedule frees the name.
+one are enqueued first, with the new arguments. It belongs to the role that
+created it; for others, unschedule frees the name.
 Raises 22023 (bad argument), 54000 (payload too large), 42501 (it belongs to
 another role, or the caller is a scheduler of other queues only).';
 

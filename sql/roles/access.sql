@@ -194,7 +194,6 @@ Raises 22023 (unknown kind, or one that is not limited), 42704 (no such role),
 create or replace function pgqueue._grant_again()
     returns trigger
     language plpgsql
-    security definer
     set search_path = pg_catalog, pg_temp
 as $$
 begin

@@ -110,7 +110,9 @@ def test_a_claim_beside_an_open_end_of_an_attempt_finds_the_next_job_after_it(
 
 @pytest.mark.waits_for_sweeps
 @pytest.mark.parametrize("end", ["complete", "complete_many", "finish"])
-def test_nobody_sleeps_long_beside_an_open_end_of_which_nobody_will_be_told(limited, end):
+def test_nobody_sleeps_long_beside_an_open_end_of_which_nobody_will_be_told(
+    limited, end
+):
     db, other = limited
     enqueue(db, "a", "a")
     # One job, so that this claim does not find the group full.

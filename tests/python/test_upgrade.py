@@ -405,7 +405,8 @@ def test_what_follows_an_upgrade_in_its_transaction_is_done_as_before(
         assert before == after
     conn.execute("reset role")
     assert one(
-        conn, f"select has_function_privilege('{worker}', '{NEW_FOR_WORKERS}', 'execute')"
+        conn,
+        f"select has_function_privilege('{worker}', '{NEW_FOR_WORKERS}', 'execute')",
     )
     conn.execute(f"drop owned by {', '.join(roles)} cascade")
 

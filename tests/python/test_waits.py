@@ -138,8 +138,10 @@ def test_who_sleeps_is_told_of_two_last_ends_that_meet(db, connect, waits):
         session.commit()
     assert list(sleeper.notifies(timeout=9, stop_after=1))
     wait_until(
-        lambda: one(sleeper, "select pgqueue.rest('{after}') < interval '1 s'")
-        and column(sleeper, "select id from pgqueue.claim('after', 'w')")
+        lambda: (
+            one(sleeper, "select pgqueue.rest('{after}') < interval '1 s'")
+            and column(sleeper, "select id from pgqueue.claim('after', 'w')")
+        )
     )
 
 
