@@ -219,7 +219,8 @@ select results_eq(
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '736651[34]' $$,
-    $$ values (array['_park', '_unpark', '_wake', 'emit', 'enqueue']) $$, 'the numbers of the advisory locks are only in module wake, in enqueue and in emit'
+    $$ values (array['_let_none_sleep', '_park', '_unpark', '_wake', 'emit', 'enqueue']) $$,
+    'the numbers of the advisory locks are only in module wake, in enqueue and in emit'
 );
 select results_eq(
     $$ select array_agg(r.name collate "default" order by r.name) from routine as r where r.prosrc ~ '7366515' $$,
