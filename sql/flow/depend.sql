@@ -385,13 +385,14 @@ begin
             else interval '200 milliseconds'
         end);
         -- Perhaps nobody claims before the last of them has ended.
-        perform pgqueue._wake((
+        perform pgqueue._wake(w.queue)
+        from (
             select j.queue
             from unnest(left_over) as u (id)
             cross join lateral (select d.waiter_id from pgqueue.dependency as d where d.job_id = u.id limit 1) as d
             cross join lateral (select j.queue from pgqueue.job as j where j.id = d.waiter_id offset 0) as j
             limit 1
-        ));
+        ) as w;
     end if;
     return cut;
 end;
