@@ -99,7 +99,10 @@ class Dispatcher(Service):
             self._lacks_slots = True  # before counting them, or one freed now is missed
             kinds, want = self._kinds(), 0
             are_all = kinds == self._terms.kinds
-            if kinds != [] and not self._turns.is_paused:
+            # With no session left for the others, jobs would end unreported, and run again.
+            is_cut_off = self._finisher.is_cut_off or self._heartbeat.is_cut_off
+            self.asked = 0
+            if kinds != [] and not self._turns.is_paused and not is_cut_off:
                 queues, want = self._turns.take(self)
                 # The claim of another database may have closed one, or a blocked loop left out kinds.
                 is_new = are_all and queues.keys() - self._looked

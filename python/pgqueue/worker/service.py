@@ -72,6 +72,11 @@ class Service(ABC):
         conn, late = self.conn, time.monotonic() - self.patience()
         return conn is not None and conn.waits_since < late
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it waits for the end of an outage; from any thread."""
+        return self._failures > 0
+
     def answers(self, seconds: float) -> bool:
         """Whether it is connected, and no call has taken this long yet; from any thread."""
         conn, late = self.conn, time.monotonic() - seconds
