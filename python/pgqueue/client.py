@@ -112,9 +112,11 @@ def enqueue_many(
     """Add a job for each payload, all or none, and return their ids in the same order.
 
     Calls pgqueue.enqueue_many(). `unique_keys` and `group_keys`, if given, are as long as
-    `payloads`. Raises TypeError for a key that is not a str, ValueError for an empty one; all
-    else is as in `enqueue`.
+    `payloads`. Raises TypeError for a key that is not a str, or payloads that are one,
+    ValueError for an empty key; all else is as in `enqueue`.
     """
+    if isinstance(payloads, (str, bytes, Mapping)):
+        raise TypeError(f"payloads must be a list, not {type(payloads).__name__}")
     named = ((p, f"payloads[{i}]") for i, p in enumerate(payloads))
     texts = to_array(to_json(p, name) or "{}" for p, name in named)
     start = f"select * from pgqueue.enqueue_many(%s, {JSON}[]"

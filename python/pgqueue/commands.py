@@ -213,14 +213,14 @@ def redrive(conn: Connection, options: dict[str, Any]) -> None:
 def top(conn: Connection, every: float, times: int | None) -> None:
     """Show queues and running jobs, refreshed; on a terminal in place."""
     while times is None or times > 0:
-        if sys.stdout.isatty():
+        if sys.stdout and sys.stdout.isatty():
             print("\033[2J\033[H", end="")
         show(database.execute(conn, STATUS))
         print()
         show(database.execute(conn, RUNNING))
         times = None if times is None else times - 1
         if times != 0:
-            sys.stdout.flush()
+            print(end="", flush=True)
             time.sleep(every)
 
 

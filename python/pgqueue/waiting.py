@@ -77,7 +77,8 @@ STATUS = "select {} from pgqueue.status(%s) as s".format(
 
 
 def _as_status(rows: list[tuple[Any, ...]]) -> Status:
-    (row,) = rows
+    # psycopg does not decode texts where the client's encoding is SQL_ASCII.
+    row: list[Any] = [v.decode() if isinstance(v, bytes) else v for v in rows[0]]
     found = Status(*row)
     texts = {name: getattr(found, name) for name in READERS}
     known = {name: READERS[name](t) for name, t in texts.items() if t is not None}

@@ -387,6 +387,8 @@ def test_enqueue_many_stores_any_key_unchanged(db) -> None:
         pgqueue.enqueue_many(db, "emails", [None], unique_keys=["\0"])
     with pytest.raises(ValueError, match="a key is None or not empty: group_keys"):
         pgqueue.enqueue_many(db, "emails", [None], group_keys=[""])
+    with pytest.raises(TypeError, match="payloads must be a list, not str"):
+        pgqueue.enqueue_many(db, "q", "hello")
     with pytest.raises(TypeError, match="unique_keys takes a key for each payload"):
         pgqueue.enqueue_many(db, "emails", [None] * 2, unique_keys="ab")
     with pytest.raises(TypeError, match="after takes the ids of jobs"):

@@ -3,9 +3,12 @@ can be seen, and comes once; and nothing that a job brings with it can forge one
 
 import ast
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import re
+import signal
 import socket
 import subprocess
 import threading
@@ -17,7 +20,7 @@ import documents
 import pgqueue
 import psycopg
 import pytest
-from pgqueue.worker import finisher, seldom, supervisor
+from pgqueue.worker import finisher, lines, seldom, supervisor
 from worker_harness import QUEUE, outcomes, wait_until
 
 pytest_plugins = ["worker_harness", "command_line"]
@@ -226,7 +229,7 @@ def test_what_lasts_is_said_again_and_what_is_remembered_is_bounded(
 
 
 def test_a_child_that_cannot_live_is_restarted_less_and_less_often() -> None:
-    parent = supervisor.Supervisor(1, burst=False)
+    parent = supervisor.Supervisor(1, burst=False, shutdown_timeout=30.0)
     for _ in range(8):
         process = subprocess.Popen(["false"])
         end, _ = socket.socketpair()
@@ -238,6 +241,78 @@ def test_a_child_that_cannot_live_is_restarted_less_and_less_often() -> None:
     assert waits == sorted(waits)
     assert 25 < waits[-1] < 40
     assert waits[1] < 5
+
+
+# A log that nobody reads, or that fails
+
+
+def test_a_log_that_nobody_reads_holds_up_no_job_and_no_end(db, workers) -> None:
+    reader, writer = os.pipe()
+    try:
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 1000)
+        os.set_blocking(writer, True)
+        worker = workers.start("--log-level", "debug", output=writer)
+        for _ in range(30):
+            pgqueue.enqueue(db, QUEUE, kind="mark")
+        wait_until(lambda: outcomes(db) == {"completed": 30})
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(20) == 0
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_lines_beyond_what_may_wait_are_dropped_and_counted(monkeypatch) -> None:
+    monkeypatch.setattr(lines, "MOST", 10_000)
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as read, os.fdopen(writer, "w") as stream:
+        handler = lines.handler_of(stream)
+        handler.setFormatter(lines.TextLines())
+        log = logging.getLogger("pgqueue")
+        monkeypatch.setattr(log, "handlers", [handler])
+        for number in range(3000):
+            log.error("%s %s", number, "x" * 100)
+        found, dropped = [], 0
+        while len(found) + dropped < 3000:
+            line = read.readline()
+            number = int(line.split()[4])
+            if "were dropped" in line:
+                dropped += number
+            else:
+                found.append(number)
+    assert found == sorted(found)
+    assert dropped > 1000
+
+
+def test_a_child_of_a_handler_that_forks_can_log(monkeypatch, tmp_path) -> None:
+    with (tmp_path / "log").open("w") as stream:
+        handler = lines.handler_of(stream)
+        monkeypatch.setattr(logging.getLogger("pgqueue"), "handlers", [handler])
+        if not (pid := os.fork()):
+            logging.getLogger("pgqueue").error("from the child")
+            os._exit(0)
+        os.waitpid(pid, 0)
+    assert (tmp_path / "log").read_text() == "from the child\n"
+
+
+def test_a_handler_of_the_log_that_raises_costs_no_job(db, workers) -> None:
+    (workers.folder / "slack.py").write_text(
+        "import logging\n"
+        "from worker_app import app\n"
+        "class Slack(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        raise ConnectionError('slack is down')\n"
+        "logging.getLogger().addHandler(Slack())\n"
+    )
+    worker = workers.start("--app", "slack")
+    pgqueue.enqueue(db, QUEUE, kind="nobody's")
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: outcomes(db).get("completed") == 1)
+    wait_until(lambda: "the log has failed: ConnectionError" in workers.log())
+    assert workers.finish(worker) == 0
 
 
 # Lines that no other test causes

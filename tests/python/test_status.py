@@ -375,6 +375,15 @@ def test_the_time_left_is_read_in_any_interval_style(db, dsn, driver, style):
     assert timedelta(minutes=2) < left <= timedelta(minutes=3)
 
 
+def test_wait_returns_where_texts_are_not_decoded(db, connect):
+    """As in a database whose encoding is SQL_ASCII."""
+    lease = claimed(db)
+    db.execute(ENDS["complete"], lease)
+    conn = connect(options="-c client_encoding=sql_ascii")
+    done = pgqueue.wait(conn, lease["id"], timeout=20)
+    assert (done.state, done.queue) == ("completed", "q")
+
+
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
 def test_outside_read_committed_wait_polls(db, connect, level):
     conn = connect(

@@ -483,6 +483,17 @@ def test_a_third_signal_kills_children_that_do_not_react(db, workers) -> None:
     assert left(workers) == []
 
 
+def test_children_that_do_not_end_in_time_are_killed(db, workers) -> None:
+    parent = workers.start("--processes", "2", "--shutdown-timeout", "0.5")
+    wait_until(lambda: one(db, RESTING) == 2)
+    for pid in children(parent.pid):
+        os.kill(pid, signal.SIGSTOP)
+    parent.send_signal(signal.SIGTERM)
+    assert parent.wait(20) == 0
+    assert left(workers) == []
+    assert workers.log().count("does not end: killed") == 2
+
+
 def test_a_child_waits_for_its_supervisor_whatever_the_default_timeout_is(
     monkeypatch,
 ) -> None:

@@ -346,7 +346,9 @@ def test_a_worker_that_gets_no_session_to_report_by_claims_no_more(
         wait_until(lambda: one(db, RESTING))
         ids = [pgqueue.enqueue(db, QUEUE, kind="mark") for _ in range(60)]
         wait_until(lambda: "waits for the server" in workers.log())
-        expired = "select min(lease_expires_at) < now() - interval '2 s' from pgqueue.job"
+        expired = (
+            "select min(lease_expires_at) < now() - interval '2 s' from pgqueue.job"
+        )
         wait_until(lambda: one(db, expired))
         assert max(workers.notes().values()) == 1
         assert workers.notes().keys() < set(ids)

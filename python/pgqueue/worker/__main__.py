@@ -25,8 +25,8 @@ from pgqueue.drivers import run_without_loop
 from pgqueue.install import VERSION, advice
 from pgqueue.policy import Middleware
 from pgqueue.terminal import explain, say
-from pgqueue.worker import Worker
-from pgqueue.worker.health import Health, notify_systemd, set_up_logging
+from pgqueue.worker import Worker, lines
+from pgqueue.worker.health import Health, notify_systemd
 from pgqueue.worker.options import load, merge, parse
 from pgqueue.worker.supervisor import BOTH, CANNOT, DONE, READY, Link, Supervisor
 
@@ -64,14 +64,15 @@ def main(
     if hasattr(os, "fork"):  # where a supervisor blocks them
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {*BOTH, signal.SIGCHLD})
     args = parse(sys.argv[1:] if argv is None else argv, needs_app=not discover)
-    set_up_logging(args.log_level, args.log_format)
+    lines.set_up_logging(args.log_level, args.log_format)
     try:
         given = args.dsn or dsn
         dsns = database.conninfos(given)
         if args.check:
             return max(check(each, len(dsns) > 1) for each in dsns)
         if args.processes > 1 and not supervisor:
-            return Supervisor(args.processes, args.burst).run()
+            timeout = args.shutdown_timeout
+            return Supervisor(args.processes, args.burst, timeout).run()
         app = import_apps(args.app, discover)
         if wrap:
             app.middleware = wrap(app.middleware)
@@ -128,6 +129,7 @@ def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
 
 def leave(code: int) -> None:
     """End the process, whatever is running in it."""
+    lines.finish()
     for file in sys.stdout, sys.stderr:
         with contextlib.suppress(OSError, ValueError):  # no reader, or closed
             file.flush()

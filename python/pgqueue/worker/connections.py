@@ -11,7 +11,14 @@ from psycopg import pq
 from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.drivers import call, either, settled
-from pgqueue.worker.deadline import NEVER, NoAnswer, Server, Watched, WatchedAsync
+from pgqueue.worker.deadline import (
+    NEVER,
+    NoAnswer,
+    Server,
+    Watched,
+    WatchedAsync,
+    lack_of_files,
+)
 from pgqueue.worker.seldom import SELDOM, log, unready
 
 HANDLERS = None  # whose sessions are reset
@@ -113,7 +120,8 @@ class Connections:
 
     async def _connect(self, attempt: Attempt, is_own: bool = False) -> Any:
         try:
-            conn = await settled(self._server.connect(make=_made(attempt)))
+            with lack_of_files():
+                conn = await settled(self._server.connect(make=_made(attempt)))
             with _finished_if_it_fails(conn):
                 conn.patience = self._server.patience
                 if is_own:

@@ -5,6 +5,7 @@ each job and to the worker. DEBUG: the rest. docs/reference/worker.md explains e
 and above.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ import psycopg
 
 from pgqueue import database
 from pgqueue.attempt import Attempt, Unready
-from pgqueue.terminal import explain, printable
+from pgqueue.terminal import explain, printable, say
 
 log = logging.getLogger("pgqueue")
 
@@ -55,7 +56,18 @@ def fill_in(record: logging.LogRecord) -> bool:
     return True
 
 
+def handle(record: logging.LogRecord) -> None:
+    """Let no handler or filter of the application end what has logged a line."""
+    try:
+        logging.Logger.handle(log, record)
+    except Exception as error:
+        if level_of("log") > logging.DEBUG:
+            with contextlib.suppress(OSError, ValueError):  # stderr is closed
+                say(f"the log has failed: {error!r}")
+
+
 log.addFilter(fill_in)
+log.handle = handle  # type: ignore[method-assign]
 
 
 class Outages:

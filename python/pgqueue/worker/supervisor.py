@@ -6,10 +6,12 @@ from the same one sent to the child as well.
 
 By the same socket a child says what its exit code means, which any handler, library or script
 can produce: READY, then DONE; or CANNOT, which counts as long as no child was ready. Until it says
-LISTENS, as while its app is imported, it is ended by signals; so is any by a third one.
+LISTENS, as while its app is imported, it is ended by signals; so is any by a third one, or if it
+does not end in time.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -29,6 +31,7 @@ SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
 SOCKET = "PGQUEUE_SUPERVISOR"  # names the file descriptor
 AT_ONCE = 0.05  # seconds in which SIGTERM and SIGINT are one
+GRACE = 3.0  # seconds to end, after the shutdown timeout or a second signal
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -49,13 +52,15 @@ class Child:
 class Supervisor:
     """Runs this command line in several processes, and restarts those that die."""
 
-    def __init__(self, count: int, burst: bool) -> None:
+    def __init__(self, count: int, burst: bool, shutdown_timeout: float) -> None:
         if not hasattr(os, "fork"):
             raise ValueError("--processes needs Unix: start several workers instead")
         self._signals: set[int] = {*BOTH, signal.SIGCHLD}
         self._heard, self._wakeup = socket.socketpair()  # a byte for each
         self._wakeup.setblocking(False)
         self._burst = burst
+        self._shutdown_timeout = shutdown_timeout
+        self._kill_at = math.inf  # in monotonic seconds
         self._children: list[Child] = []
         self._start_at = [time.monotonic()] * count
         self._stops: list[int] = []  # the signals
@@ -70,8 +75,10 @@ class Supervisor:
         for number in self._signals:
             signal.signal(number, lambda *_: None)
         while self._children or self._start_at:
-            next_start = min(self._start_at, default=time.monotonic() + 3600)
-            numbers = self._wait(max(0.0, next_start - time.monotonic()))
+            until = min(self._kill_at, *self._start_at, time.monotonic() + 3600)
+            numbers = self._wait(max(0.0, until - time.monotonic()))
+            if time.monotonic() >= self._kill_at:
+                self._kill_all()
             if told := [number for number in numbers if number in BOTH]:
                 time.sleep(AT_ONCE)
                 for number in numbers + self._wait(0.0):
@@ -119,6 +126,8 @@ class Supervisor:
         self._stops.append(number)
         self._start_at.clear()
         count = len(self._stops)
+        patience = GRACE + (self._shutdown_timeout if count == 1 else 0.0)
+        self._kill_at = min(self._kill_at, time.monotonic() + patience)
         for child in self._children:
             with contextlib.suppress(BrokenPipeError):
                 child.socket.send(b".")
@@ -126,6 +135,13 @@ class Supervisor:
             if count > 2 or LISTENS not in child.hear():
                 how = signal.SIGTERM if count == 1 else signal.SIGKILL
                 child.process.send_signal(how)
+
+    def _kill_all(self) -> None:
+        """End those that do not end by themselves, such as one whose handler holds the interpreter."""
+        self._kill_at = math.inf
+        for child in self._children:
+            log.warning("process %s does not end: killed", child.process.pid)
+            child.process.kill()
 
     def _ended(self, child: Child, exit_code: int) -> None:
         """Restart a child, unless it was to end or would fail again."""
