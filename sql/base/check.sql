@@ -447,11 +447,21 @@ begin
 end;
 $$;
 
+-- A copy, for aclexplode: it would read a long list, which is stored apart, again for each of its rows.
+create or replace function pgqueue._in_memory(acl aclitem[])
+    returns aclitem[]
+    language sql
+    immutable
+as $$
+    select case when acl is not null then acl || '{}'::aclitem[] end
+$$;
+
 -- The queues for which the caller has any of these kinds of access; null if it is not limited. Only this function
 -- decides which queues a role may use.
 create or replace function pgqueue._own_queues(variadic kinds text[])
     returns text[]
     language plpgsql
+    set enable_seqscan = off
 as $$
 declare
     caller name;
@@ -464,20 +474,32 @@ begin
         return null;
     end if;
     caller := pgqueue._caller();
+    if pg_has_role(caller, current_user, 'usage') then
+        return null;
+    end if;
     queues := array(
+        -- From the caller on: other roles may be thousands. Membership in pg_database_owner is not written down.
+        with recursive role (oid) as (
+            select r.oid from pg_roles as r where r.rolname in (caller, 'pg_database_owner')
+            union
+            select m.roleid from role as o join pg_auth_members as m on m.member = o.oid
+        )
         select a.queue
-        from pgqueue.access as a
-        join pg_roles as r on r.rolname = a.role
-        where a.kind = any (kinds) and pg_has_role(caller, r.oid, 'usage')
+        from role as o
+        cross join lateral (select r.rolname from pg_roles as r where r.oid = o.oid offset 0) as r
+        cross join lateral (
+            select a.queue from pgqueue.access as a where a.role = r.rolname and a.kind = any (kinds) offset 0
+        ) as a
+        where pg_has_role(caller, o.oid, 'usage')
             -- Without the rights that grant_access has given it, a role only has the name of one that was dropped.
-            and r.oid in (
+            and o.oid in (
                 select g.grantee
                 from pg_namespace as n
-                cross join lateral aclexplode(n.nspacl) as g
+                cross join lateral aclexplode(pgqueue._in_memory(n.nspacl)) as g
                 where n.nspname = 'pgqueue'
             )
     );
-    return case when not ('' = any (queues) or pg_has_role(caller, current_user, 'usage')) then queues end;
+    return case when not '' = any (queues) then queues end;
 end;
 $$;
 

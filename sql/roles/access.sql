@@ -87,7 +87,7 @@ begin
             union all
             select c.relname, c.relacl from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
         ) as o (name, acl)
-        cross join lateral aclexplode(o.acl) as a
+        cross join lateral aclexplode(pgqueue._in_memory(o.acl)) as a
         where a.grantee = (select r.oid from pg_roles as r where r.rolname = _rights.role)
     );
 end;
@@ -117,11 +117,16 @@ declare
     refused boolean := pgqueue._refuse(coalesce(
         pgqueue._check_grant(role, kind, queue, false), pgqueue._lock_settings()
     ));
+    kinds text[];
 begin
     -- Rows left by a dropped role of the same name.
-    delete from pgqueue.access as a
-    where a.role = grant_access.role
-        and (select g.object from pgqueue._grants(a.kind) as g limit 1) <> all (pgqueue._rights(grant_access.role));
+    kinds := array(
+        select k.kind
+        from pgqueue._rights(grant_access.role) as r (objects)
+        cross join (select distinct a.kind from pgqueue.access as a where a.role = grant_access.role) as k
+        where (select g.object from pgqueue._grants(k.kind) as g limit 1) <> all (r.objects)
+    );
+    delete from pgqueue.access as a where a.role = grant_access.role and a.kind = any (kinds);
     insert into pgqueue.access (role, kind, queue)
     values (grant_access.role, grant_access.kind, coalesce(grant_access.queue, ''))
     on conflict do nothing;

@@ -30,11 +30,27 @@ begin
     -- Which roles have all that their kind of access includes, and will have what is new to it. Of some, somebody has
     -- revoked a part; others have only the name of a role that had it.
     for given in
-        select a.role, a.kind, g.objects <@ r.objects as has_all
+        with kind as materialized (
+            select k.name, array(select s.object::name from pgqueue._grants(k.name) as s) as objects
+            from (select distinct d.kind from pgqueue.access as d) as k (name)
+        ), rights as materialized (
+            -- For all roles at once, which may be many.
+            select r.rolname, array_agg(o.name) as objects
+            from (
+                select p.proname, p.proacl from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace
+                union all
+                select c.relname, c.relacl from pg_class as c where c.relnamespace = 'pgqueue'::regnamespace
+            ) as o (name, acl)
+            -- As a new value, see _in_memory.
+            cross join lateral aclexplode(case when o.acl is not null then o.acl || '{}'::aclitem[] end) as a
+            join pg_roles as r on r.oid = a.grantee
+            group by r.rolname
+        )
+        select a.role, a.kind, k.objects <@ r.objects as has_all
         from (select distinct d.role, d.kind from pgqueue.access as d) as a
-        cross join lateral (select array(select s.object::name from pgqueue._grants(a.kind) as s)) as g (objects)
-        cross join lateral pgqueue._rights(a.role) as r (objects)
-        where g.objects && r.objects
+        join kind as k on k.name = a.kind
+        join rights as r on r.rolname = a.role
+        where k.objects && r.objects
     loop
         if given.has_all then
             entitled := entitled || format('%I %s', given.role, given.kind);
