@@ -480,7 +480,7 @@ begin
     queues := array(
         -- From the caller on: other roles may be thousands. Membership in pg_database_owner is not written down.
         with recursive role (oid) as (
-            select r.oid from pg_roles as r where r.rolname in (caller, 'pg_database_owner')
+            select r.oid from pg_roles as r where r.rolname in (caller collate "C", 'pg_database_owner')
             union
             select m.roleid from role as o join pg_auth_members as m on m.member = o.oid
         )
