@@ -454,6 +454,33 @@ begin
 end;
 $$;
 
+-- From when on to look in an index by time that is no lane's, if a long look has left a position there: at the latest
+-- from a second ago on, for what was committed late.
+create or replace function pgqueue._begin_at(what text, moment timestamptz)
+    returns timestamptz
+    language plpgsql
+as $$
+begin
+    return coalesce((pgqueue._believed(hashtextextended(what, 0), moment)).new_since, '-infinity');
+end;
+$$;
+
+-- Lets others begin there, after a look from the beginning that was long, because an old snapshot keeps the entries
+-- of what was handled before.
+create or replace function pgqueue._begin_later(
+    what text, reached timestamptz, began timestamptz, at_least interval default '100 milliseconds'
+)
+    returns void
+    language plpgsql
+as $$
+begin
+    perform pgqueue._leave_position(
+        hashtextextended(what, 0), null, null, pgqueue._since_2020(reached), null,
+        pgqueue._since_2020(pgqueue._believed_until(began, at_least))
+    );
+end;
+$$;
+
 -- Lets claims know of a job where they would not look at once: outside lane 0, or before the position of its lane.
 -- Then the next claim walks from the beginning, unless that is expensive. It is a hint, given before the commit.
 create or replace function pgqueue._announce(queue text, priority int, run_at timestamptz)

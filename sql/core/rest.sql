@@ -133,11 +133,23 @@ create or replace function pgqueue._until_slot(queues text[], moment timestamptz
 as $$
 declare
     until interval;
+    since timestamptz;
 begin
     if pg_relation_size('pgqueue.loose_end') > 0 then
+        since := pgqueue._begin_at('loose ends', moment);
         -- If a due one is locked, another session is looking at it.
         if current_setting('transaction_read_only') = 'off' then
-            perform from pgqueue.loose_end as l where l.look_at <= moment limit 1 for update skip locked;
+            perform
+            from (values (false), (true)) as n (is_new)
+            cross join lateral (
+                select
+                from pgqueue.loose_end as l
+                where (l.what = 'new') = n.is_new and l.look_at between since and moment
+                order by l.look_at
+                limit 1
+                for update skip locked
+            ) as l
+            limit 1;
             if found then
                 return interval '0';
             end if;
@@ -148,7 +160,7 @@ begin
             cross join lateral (
                 select l.look_at
                 from pgqueue.loose_end as l
-                where (l.what = 'new') = n.is_new
+                where (l.what = 'new') = n.is_new and l.look_at >= since
                 order by l.look_at
                 limit 1
             ) as first
@@ -158,11 +170,12 @@ begin
     return least(until, (
         -- If a due one was not fired, another session is firing it.
         select case when min(d.due_at) <= moment then interval '50 milliseconds' else min(d.due_at) - moment end
-        from unnest(queues) as q (name)
+        from (select pgqueue._begin_at('schedules', moment) as at where pg_relation_size('pgqueue.schedule') > 0) as b
+        cross join unnest(queues) as q (name)
         cross join lateral (
             select s.due_at
             from pgqueue.schedule as s
-            where s.queue = q.name and s.due_at < 'infinity'
+            where s.queue = q.name and s.due_at >= b.at and s.due_at < 'infinity'
             order by s.due_at
             limit 1
         ) as d

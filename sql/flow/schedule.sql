@@ -128,6 +128,8 @@ create or replace function pgqueue._fire_due(moment timestamptz, most int)
     set enable_indexscan = on
 as $$
 declare
+    since timestamptz := pgqueue._begin_at('schedules', moment);
+    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.schedule_due_idx'::regclass);
     picks pgqueue.schedule[];
     due pgqueue.schedule;
     fired int := 0;
@@ -139,11 +141,16 @@ begin
     picks := array(
         select s
         from pgqueue.schedule as s
-        where s.due_at <= moment
+        where s.due_at between since and moment
         order by s.due_at
         limit most
         for update skip locked
     );
+    if since = '-infinity' and pg_stat_get_xact_tuples_returned('pgqueue.schedule_due_idx'::regclass) - walked
+        > 1000 + 3 * cardinality(picks)
+    then
+        perform pgqueue._begin_later('schedules', case when cardinality(picks) = most then picks[most].due_at else moment end, moment);
+    end if;
     look_again_at := pgqueue._believed_until(moment, '0');
     foreach due in array picks loop
         fired := fired + pgqueue._fire(due, moment);

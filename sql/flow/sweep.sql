@@ -65,20 +65,42 @@ create or replace function pgqueue._tie_loose_ends(most int, until timestamptz d
     set enable_sort = off
 as $$
 declare
+    began timestamptz := clock_timestamp();
+    since timestamptz;
+    walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.loose_end_look_idx'::regclass);
+    picks tid[];
     picked record;
     done bigint := 0;
 begin
     if pg_relation_size('pgqueue.loose_end') > 0 then
-        with dropped as (
-            delete from pgqueue.loose_end as l
-            where l.ctid = any (array(
-                select p.ctid
+        since := pgqueue._begin_at('loose ends', began);
+        if since = '-infinity' and pg_relation_size('pgqueue.loose_end_look_idx') > 1000000 then
+            -- Now, in case this look is long, and is cancelled.
+            perform pgqueue._begin_later('loose ends', began, began, '1 second');
+        end if;
+        picks := array(
+            select p.tid
+            from (values (false), (true)) as n (is_new)
+            cross join lateral (
+                select p.ctid as tid
                 from pgqueue.loose_end as p
-                where p.look_at <= until
-                order by p.what = 'new', p.look_at
+                where (p.what = 'new') = n.is_new and p.look_at between since and until
+                order by p.look_at
                 limit most
                 for update skip locked
-            ))
+            ) as p
+            limit most
+        );
+        if since = '-infinity' and pg_stat_get_xact_tuples_returned('pgqueue.loose_end_look_idx'::regclass) - walked
+            > 1000 + 3 * cardinality(picks)
+        then
+            perform pgqueue._begin_later('loose ends', coalesce((
+                select max(l.look_at) from pgqueue.loose_end as l where l.ctid = any (picks) and cardinality(picks) = most
+            ), began), began);
+        end if;
+        with dropped as (
+            delete from pgqueue.loose_end as l
+            where l.ctid = any (picks)
             returning l.id, l.what, l.what in ('event', 'wait') and pgqueue._is_unseen(l.xmin) as is_own
         )
         select

@@ -710,6 +710,43 @@ def test_an_idle_worker_walks_dead_entries_once_for_a_claim_and_once_for_a_rest(
     assert pages(db, rest) < 1.2 * once
 
 
+HANDLED = {
+    "loose ends": (
+        "insert into pgqueue.loose_end (look_at, id, what)"
+        " select now() - interval '1 hour', n, 'ended' from generate_series(1, 300000) as n",
+        "delete from pgqueue.loose_end where look_at < now() - interval '30 minutes'",
+        "select pgqueue.emit('first')",
+    ),
+    "schedules": (
+        "insert into pgqueue.schedule (due_at, next_slot, every, name, queue, timezone, catch_up, owner, payload)"
+        " select now() - interval '1 hour', now(), '1 hour', n, 'q', 'UTC', 'one', current_user, '{}'"
+        " from generate_series(1, 300000) as n",
+        "delete from pgqueue.schedule",
+        "select pgqueue.schedule('s', 'q', every => '1 hour')",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HANDLED)
+def test_what_was_handled_under_an_old_snapshot_is_not_walked_by_each_rest(
+    db, held_snapshot, what
+):
+    rest = "select pgqueue.rest('{none}', park => false)"
+    fill, handle, begin = HANDLED[what]
+    db.execute(begin)
+    db.execute(rest)
+    alone = pages(db, rest)
+    db.execute(fill)
+    db.execute(handle)
+    walk = pages(db, rest)
+    assert walk > 10 * alone
+    if what == "loose ends":
+        db.execute("select pgqueue.emit('second')")
+    # Some look may be the long one of that time.
+    costs = sorted(pages(db, rest) for _ in range(5))
+    assert costs[2] <= 3 * alone, (alone, walk, costs)
+
+
 def test_a_worker_of_a_thousand_queues_looks_only_at_those_that_have_jobs(db):
     db.execute("set track_functions = 'all'")
     names = [f"queue {n}" for n in range(1000)]
