@@ -89,6 +89,8 @@ class Dispatcher(Service):
         return self.is_ready or not is_wrong
 
     def work(self, conn: Connection) -> None:
+        for service in self._finisher, self._heartbeat:
+            service.retry()  # the server answers again
         self._again = protocol.after_failover(conn)
         parks = self._start_listening(conn)
         self._has_news, self._looked, say_at = True, set(), 0.0

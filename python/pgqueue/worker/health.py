@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pgqueue.terminal import printable
 from pgqueue.worker.seldom import log
 
+SYSTEMD = os.environ.get("NOTIFY_SOCKET")  # now: a handler may change the environment
+
 
 class Health:
     """Shows once that the worker is ready, and each second that no part of it has died."""
@@ -51,7 +53,7 @@ class Health:
 
 def notify_systemd(state: str) -> None:
     """Tell systemd (Type=notify); with --processes it needs NotifyAccess=all."""
-    if address := os.environ.get("NOTIFY_SOCKET"):
+    if address := SYSTEMD:
         address = "\0" + address[1:] if address.startswith("@") else address
         with contextlib.suppress(OSError):
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as unix:

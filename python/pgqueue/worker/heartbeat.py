@@ -80,9 +80,8 @@ class Heartbeat(Service):
         return not self.over.is_set()
 
     def pause(self, seconds: float) -> None:
-        """Wait, but only for a small part of a lease, or until another job is held."""
-        self._woken.wait(min(seconds, max(0.1, self._server.lease / 10)))
-        self._woken.clear()
+        """Wait, but only for a small part of a lease."""
+        super().pause(min(seconds, max(0.1, self._server.lease / 10)))
 
     def work(self, conn: Connection) -> None:
         """Extend until it is over, or nothing was held for a while."""

@@ -30,6 +30,7 @@ class Service(ABC):
         self.refusal: psycopg.Error | None = None  # what waiting may not fix
         self.conn: Watched | None = None
         self._failures = 0
+        self._retried = threading.Event()
         name = f"pgqueue-{self.name}"
         self.thread = threading.Thread(target=self.run, name=name, daemon=True)
 
@@ -50,7 +51,12 @@ class Service(ABC):
 
     def pause(self, seconds: float) -> None:
         """Wait for the end of an outage, at most so long, before it connects again."""
-        self.over.wait(seconds)
+        self._retried.wait(seconds)
+        self._retried.clear()
+
+    def retry(self) -> None:
+        """Connect again now, if it waits for the end of an outage; from any thread."""
+        self._retried.set()
 
     def goes_on(self) -> bool:
         """Whether there is something to do, or may be later."""
@@ -85,6 +91,7 @@ class Service(ABC):
     def close(self) -> None:
         """Make it end, without waiting for that."""
         self.over.set()
+        self._retried.set()
         self.wake()
 
     def join(self, until: float) -> None:
