@@ -455,27 +455,29 @@ end;
 $$;
 
 -- From when on to look in an index by time that is no lane's, if a long look has left a position there: at the latest
--- from a second ago on, for what was committed late.
-create or replace function pgqueue._begin_at(what text, moment timestamptz)
+-- from a second ago on. What was committed even later than that waits for the next long look.
+create or replace function pgqueue._begin_at(index regclass, moment timestamptz)
     returns timestamptz
     language plpgsql
 as $$
 begin
-    return coalesce((pgqueue._believed(hashtextextended(what, 0), moment)).new_since, '-infinity');
+    return case when pg_relation_size(index) < 200000 then '-infinity'
+        else coalesce((pgqueue._believed(hashtextextended(index::text, 0), moment)).new_since, '-infinity')
+    end;
 end;
 $$;
 
 -- Lets others begin there, after a look from the beginning that was long, because an old snapshot keeps the entries
 -- of what was handled before.
 create or replace function pgqueue._begin_later(
-    what text, reached timestamptz, began timestamptz, at_least interval default '100 milliseconds'
+    index regclass, reached timestamptz, began timestamptz, at_least interval default '100 milliseconds'
 )
     returns void
     language plpgsql
 as $$
 begin
     perform pgqueue._leave_position(
-        hashtextextended(what, 0), null, null, pgqueue._since_2020(reached), null,
+        hashtextextended(index::text, 0), null, null, pgqueue._since_2020(reached), null,
         pgqueue._since_2020(pgqueue._believed_until(began, at_least))
     );
 end;

@@ -136,9 +136,20 @@ declare
     since timestamptz;
 begin
     if pg_relation_size('pgqueue.loose_end') > 0 then
-        since := pgqueue._begin_at('loose ends', moment);
-        -- If a due one is locked, another session is looking at it.
-        if current_setting('transaction_read_only') = 'off' then
+        since := pgqueue._begin_at('pgqueue.loose_end_look_idx', moment);
+        until := (
+            select min(first.look_at) - moment
+            from (values (false), (true)) as n (is_new)
+            cross join lateral (
+                select l.look_at
+                from pgqueue.loose_end as l
+                where (l.what = 'new') = n.is_new and l.look_at >= since
+                order by l.look_at
+                limit 1
+            ) as first
+        );
+        if until <= '0' and current_setting('transaction_read_only') = 'off' then
+            -- If it is locked, another session is looking at it.
             perform
             from (values (false), (true)) as n (is_new)
             cross join lateral (
@@ -154,23 +165,12 @@ begin
                 return interval '0';
             end if;
         end if;
-        until := (
-            select greatest(min(first.look_at) - moment, interval '200 milliseconds')
-            from (values (false), (true)) as n (is_new)
-            cross join lateral (
-                select l.look_at
-                from pgqueue.loose_end as l
-                where (l.what = 'new') = n.is_new and l.look_at >= since
-                order by l.look_at
-                limit 1
-            ) as first
-            having count(*) > 0
-        );
+        until := case when until is not null then greatest(until, '200 milliseconds') end;
     end if;
     return least(until, (
         -- If a due one was not fired, another session is firing it.
         select case when min(d.due_at) <= moment then interval '50 milliseconds' else min(d.due_at) - moment end
-        from (select pgqueue._begin_at('schedules', moment) as at where pg_relation_size('pgqueue.schedule') > 0) as b
+        from (select pgqueue._begin_at('pgqueue.schedule_due_idx', moment) as at where pg_relation_size('pgqueue.schedule') > 0) as b
         cross join unnest(queues) as q (name)
         cross join lateral (
             select s.due_at

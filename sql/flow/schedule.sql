@@ -128,7 +128,7 @@ create or replace function pgqueue._fire_due(moment timestamptz, most int)
     set enable_indexscan = on
 as $$
 declare
-    since timestamptz := pgqueue._begin_at('schedules', moment);
+    since timestamptz;
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.schedule_due_idx'::regclass);
     picks pgqueue.schedule[];
     due pgqueue.schedule;
@@ -138,6 +138,7 @@ begin
     if pg_relation_size('pgqueue.schedule') = 0 then
         return 0;
     end if;
+    since := pgqueue._begin_at('pgqueue.schedule_due_idx', moment);
     picks := array(
         select s
         from pgqueue.schedule as s
@@ -149,7 +150,7 @@ begin
     if since = '-infinity' and pg_stat_get_xact_tuples_returned('pgqueue.schedule_due_idx'::regclass) - walked
         > 1000 + 3 * cardinality(picks)
     then
-        perform pgqueue._begin_later('schedules', case when cardinality(picks) = most then picks[most].due_at else moment end, moment);
+        perform pgqueue._begin_later('pgqueue.schedule_due_idx', case when cardinality(picks) = most then picks[most].due_at else moment end, moment);
     end if;
     look_again_at := pgqueue._believed_until(moment, '0');
     foreach due in array picks loop

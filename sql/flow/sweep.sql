@@ -68,40 +68,31 @@ declare
     began timestamptz := clock_timestamp();
     since timestamptz;
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.loose_end_look_idx'::regclass);
-    picks tid[];
     picked record;
     done bigint := 0;
 begin
     if pg_relation_size('pgqueue.loose_end') > 0 then
-        since := pgqueue._begin_at('loose ends', began);
+        since := pgqueue._begin_at('pgqueue.loose_end_look_idx', began);
         if since = '-infinity' and pg_relation_size('pgqueue.loose_end_look_idx') > 1000000 then
             -- Now, in case this look is long, and is cancelled.
-            perform pgqueue._begin_later('loose ends', began, began, '1 second');
-        end if;
-        picks := array(
-            select p.tid
-            from (values (false), (true)) as n (is_new)
-            cross join lateral (
-                select p.ctid as tid
-                from pgqueue.loose_end as p
-                where (p.what = 'new') = n.is_new and p.look_at between since and until
-                order by p.look_at
-                limit most
-                for update skip locked
-            ) as p
-            limit most
-        );
-        if since = '-infinity' and pg_stat_get_xact_tuples_returned('pgqueue.loose_end_look_idx'::regclass) - walked
-            > 1000 + 3 * cardinality(picks)
-        then
-            perform pgqueue._begin_later('loose ends', coalesce((
-                select max(l.look_at) from pgqueue.loose_end as l where l.ctid = any (picks) and cardinality(picks) = most
-            ), began), began);
+            perform pgqueue._begin_later('pgqueue.loose_end_look_idx', began, began, '1 second');
         end if;
         with dropped as (
             delete from pgqueue.loose_end as l
-            where l.ctid = any (picks)
-            returning l.id, l.what, l.what in ('event', 'wait') and pgqueue._is_unseen(l.xmin) as is_own
+            where l.ctid = any (array(
+                select p.tid
+                from (values (false), (true)) as n (is_new)
+                cross join lateral (
+                    select p.ctid as tid
+                    from pgqueue.loose_end as p
+                    where (p.what = 'new') = n.is_new and p.look_at between since and until
+                    order by p.look_at
+                    limit most
+                    for update skip locked
+                ) as p
+                limit most
+            ))
+            returning l.id, l.what, l.look_at, l.what in ('event', 'wait') and pgqueue._is_unseen(l.xmin) as is_own
         )
         select
             array_agg(distinct d.id) filter (where d.what in ('ended', 'new')) as jobs,
@@ -111,9 +102,16 @@ begin
             array_agg(distinct d.id) filter (where d.what = 'wait') as waits,
             array_agg(distinct d.id) filter (where d.what = 'event' and d.is_own) as own_events,
             array_agg(distinct d.id) filter (where d.what = 'wait' and d.is_own) as own_waits,
-            count(*) filter (where d.what <> 'new') as urgent
+            count(*) filter (where d.what <> 'new') as urgent, count(*) as number, max(d.look_at) as last
         into picked
         from dropped as d;
+        if since = '-infinity' and pg_stat_get_xact_tuples_returned('pgqueue.loose_end_look_idx'::regclass) - walked
+            > 1000 + 3 * picked.number
+        then
+            perform pgqueue._begin_later(
+                'pgqueue.loose_end_look_idx', case when picked.number = most then picked.last else began end, began
+            );
+        end if;
         done := picked.urgent;
         -- A session that may be ending one of these jobs may not see the tie: look again later.
         perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
