@@ -467,18 +467,15 @@ begin
 end;
 $$;
 
--- Lets others begin there, after a look from the beginning that was long, because an old snapshot keeps the entries
--- of what was handled before.
-create or replace function pgqueue._begin_later(
-    index regclass, reached timestamptz, began timestamptz, at_least interval default '100 milliseconds'
-)
+-- Lets others begin there until then, after a look from the beginning that was long, because an old snapshot keeps the
+-- entries of what was handled before. Without a time, it moves the position that there is on.
+create or replace function pgqueue._begin_later(index regclass, reached timestamptz, until timestamptz default null)
     returns void
     language plpgsql
 as $$
 begin
     perform pgqueue._leave_position(
-        hashtextextended(index::text, 0), null, null, pgqueue._since_2020(reached), null,
-        pgqueue._since_2020(pgqueue._believed_until(began, at_least))
+        hashtextextended(index::text, 0), null, null, pgqueue._since_2020(reached), null, pgqueue._since_2020(until)
     );
 end;
 $$;

@@ -481,7 +481,8 @@ begin
                 overriding system value
                 select
                     g.id,
-                    coalesce(_insert_keyed.run_at, moment + (g.place - 1) * interval '1 microsecond'), moment, coalesce(_insert_keyed.priority, 0), g.max_attempts,
+                    coalesce(_insert_keyed.run_at, moment + (g.place - 1) * interval '1 microsecond'),
+                    moment, coalesce(_insert_keyed.priority, 0), g.max_attempts,
                     _insert_keyed.queue, coalesce(_insert_keyed.kind, _insert_keyed.queue),
                     g.unique_key, g.group_key, _insert_keyed.terms, coalesce(g.payload, '{}'),
                     _insert_keyed.headers

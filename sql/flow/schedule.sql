@@ -147,10 +147,15 @@ begin
         limit most
         for update skip locked
     );
-    if since = '-infinity' and pg_stat_get_xact_tuples_returned('pgqueue.schedule_due_idx'::regclass) - walked
-        > 1000 + 3 * cardinality(picks)
+    if since = '-infinity' and 1000 + 3 * cardinality(picks)
+        < pg_stat_get_xact_tuples_returned('pgqueue.schedule_due_idx'::regclass) - walked
     then
-        perform pgqueue._begin_later('pgqueue.schedule_due_idx', case when cardinality(picks) = most then picks[most].due_at else moment end, moment);
+        perform pgqueue._begin_later(
+            'pgqueue.schedule_due_idx', case when cardinality(picks) = most then picks[most].due_at else moment end,
+            pgqueue._believed_until(moment, '100 milliseconds')
+        );
+    elsif since > '-infinity' and cardinality(picks) = most then
+        perform pgqueue._begin_later('pgqueue.schedule_due_idx', picks[most].due_at);
     end if;
     look_again_at := pgqueue._believed_until(moment, '0');
     foreach due in array picks loop

@@ -747,6 +747,16 @@ def test_what_was_handled_under_an_old_snapshot_is_not_walked_by_each_rest(
     assert costs[2] <= 3 * alone, (alone, walk, costs)
 
 
+def test_very_many_loose_ends_are_handled_as_quickly_under_an_old_snapshot(
+    db, held_snapshot
+):
+    db.execute("select pgqueue.emit('first')")
+    db.execute(HANDLED["loose ends"][0])
+    for _ in range(300):
+        db.execute("select pgqueue._tie_loose_ends(1000, clock_timestamp())")
+    assert one(db, "select count(*) from pgqueue.loose_end") == 0
+
+
 def test_a_worker_of_a_thousand_queues_looks_only_at_those_that_have_jobs(db):
     db.execute("set track_functions = 'all'")
     names = [f"queue {n}" for n in range(1000)]
