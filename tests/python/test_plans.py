@@ -752,7 +752,7 @@ def test_very_many_loose_ends_are_handled_as_quickly_under_an_old_snapshot(
 ):
     db.execute("select pgqueue.emit('first')")
     db.execute(HANDLED["loose ends"][0])
-    for _ in range(300):
+    for _ in range(301):
         db.execute("select pgqueue._tie_loose_ends(1000, clock_timestamp())")
     assert one(db, "select count(*) from pgqueue.loose_end") == 0
 
