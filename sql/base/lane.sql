@@ -467,8 +467,7 @@ begin
 end;
 $$;
 
--- Lets others begin there until then, after a look from the beginning that was long, because an old snapshot keeps the
--- entries of what was handled before. Without a time, it moves the position that there is on.
+-- Lets others begin there until then. Without a time, it moves the position that there is on.
 create or replace function pgqueue._begin_later(index regclass, reached timestamptz, until timestamptz default null)
     returns void
     language plpgsql
@@ -477,6 +476,28 @@ begin
     perform pgqueue._leave_position(
         hashtextextended(index::text, 0), null, null, pgqueue._since_2020(reached), null, pgqueue._since_2020(until)
     );
+end;
+$$;
+
+-- After a look since then that found this number, when so many entries had been read before, and stopped there (last; null:
+-- it found all). Where it began at the beginning and was long, because an old snapshot keeps the entries of what was
+-- handled before, others need not do so.
+create or replace function pgqueue._looked(
+    index regclass, since timestamptz, began timestamptz, walked bigint, number bigint, last timestamptz
+)
+    returns void
+    language plpgsql
+as $$
+begin
+    if since > '-infinity' then
+        if last is not null then
+            perform pgqueue._begin_later(index, last);
+        end if;
+    elsif pg_relation_size(index) > 1000000 or 1000 + 3 * number < pg_stat_get_xact_tuples_returned(index) - walked then
+        perform pgqueue._begin_later(
+            index, coalesce(last, began), pgqueue._believed_until(began, '100 milliseconds')
+        );
+    end if;
 end;
 $$;
 

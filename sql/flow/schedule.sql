@@ -147,16 +147,10 @@ begin
         limit most
         for update skip locked
     );
-    if since = '-infinity' and 1000 + 3 * cardinality(picks)
-        < pg_stat_get_xact_tuples_returned('pgqueue.schedule_due_idx'::regclass) - walked
-    then
-        perform pgqueue._begin_later(
-            'pgqueue.schedule_due_idx', case when cardinality(picks) = most then picks[most].due_at else moment end,
-            pgqueue._believed_until(moment, '100 milliseconds')
-        );
-    elsif since > '-infinity' and cardinality(picks) = most then
-        perform pgqueue._begin_later('pgqueue.schedule_due_idx', picks[most].due_at);
-    end if;
+    -- Null if it picked fewer.
+    perform pgqueue._looked(
+        'pgqueue.schedule_due_idx', since, moment, walked, cardinality(picks), picks[most].due_at
+    );
     look_again_at := pgqueue._believed_until(moment, '0');
     foreach due in array picks loop
         fired := fired + pgqueue._fire(due, moment);

@@ -67,15 +67,13 @@ as $$
 declare
     began timestamptz := clock_timestamp();
     since timestamptz;
-    is_large boolean;
     walked bigint := pg_stat_get_xact_tuples_returned('pgqueue.loose_end_look_idx'::regclass);
     picked record;
     done bigint := 0;
 begin
     if pg_relation_size('pgqueue.loose_end') > 0 then
         since := pgqueue._begin_at('pgqueue.loose_end_look_idx', began);
-        is_large := since = '-infinity' and pg_relation_size('pgqueue.loose_end_look_idx') > 1000000;
-        if is_large then
+        if since = '-infinity' and pg_relation_size('pgqueue.loose_end_look_idx') > 1000000 then
             -- Now, in case this look is long, and is cancelled.
             perform pgqueue._begin_later('pgqueue.loose_end_look_idx', began, began + interval '1 second');
         end if;
@@ -107,16 +105,9 @@ begin
             count(*) filter (where d.what <> 'new') as urgent, count(*) as number, max(d.look_at) as last
         into picked
         from dropped as d;
-        if is_large or since = '-infinity' and 1000 + 3 * picked.number
-            < pg_stat_get_xact_tuples_returned('pgqueue.loose_end_look_idx'::regclass) - walked
-        then
-            perform pgqueue._begin_later(
-                'pgqueue.loose_end_look_idx', case when picked.number = most then picked.last else began end,
-                pgqueue._believed_until(began, '100 milliseconds')
-            );
-        elsif since > '-infinity' and picked.number = most then
-            perform pgqueue._begin_later('pgqueue.loose_end_look_idx', picked.last);
-        end if;
+        perform pgqueue._looked(
+            'pgqueue.loose_end_look_idx', since, began, walked, picked.number, case when picked.number = most then picked.last end
+        );
         done := picked.urgent;
         -- A session that may be ending one of these jobs may not see the tie: look again later.
         perform pgqueue._leave_loose_ends(array_agg(u.id), 'new', interval '200 milliseconds')
