@@ -106,6 +106,23 @@ begin
 end;
 $$;
 
+-- After a change for a single queue, which changes nothing for a role that may use all.
+create or replace function pgqueue._tell_if_unlimited(role text, kind text)
+    returns void
+    language plpgsql
+as $$
+begin
+    if exists (
+        select from pgqueue.access as a
+        where a.role = _tell_if_unlimited.role and a.kind = _tell_if_unlimited.kind and a.queue = ''
+    ) then
+        raise notice using
+            message = format('role %I is still a %s of all queues', role, kind),
+            hint = 'To limit it, revoke_access without a queue, then grant_access with one.';
+    end if;
+end;
+$$;
+
 create or replace function pgqueue.grant_access(role text, kind text, queue text default null)
     returns void
     language plpgsql
@@ -132,15 +149,7 @@ begin
     on conflict do nothing;
     perform pgqueue._change_access(role, kind, true);
     if queue is not null then
-        if exists (
-            select from pgqueue.access as a
-            where a.role = grant_access.role and a.kind = grant_access.kind and a.queue = ''
-        ) then
-            raise notice using
-                message = format('role %I is still a %s of all queues', role, kind),
-                hint = 'To limit it, revoke_access without a queue, then grant_access with one.';
-        end if;
-        perform pgqueue._resolve_access();
+        perform pgqueue._tell_if_unlimited(role, kind), pgqueue._resolve_access();
     end if;
 end;
 $$;
@@ -170,13 +179,8 @@ begin
     delete from pgqueue.access as a
     where a.role = revoke_access.role and a.kind = revoke_access.kind
         and a.queue = coalesce(revoke_access.queue, a.queue);
-    if queue is not null and exists (
-        select from pgqueue.access as a
-        where a.role = revoke_access.role and a.kind = revoke_access.kind and a.queue = ''
-    ) then
-        raise notice using
-            message = format('role %I is still a %s of all queues', role, kind),
-            hint = 'To limit it, revoke_access without a queue, then grant_access with those that it may use.';
+    if queue is not null then
+        perform pgqueue._tell_if_unlimited(role, kind);
     end if;
     if not exists (
         select from pgqueue.access as a where a.role = revoke_access.role and a.kind = revoke_access.kind
