@@ -473,12 +473,13 @@ begin
         mask, 'g'
     );
     pattern := regexp_replace(pattern, '[[:alnum:]_:.-]*[[:digit:]][[:alnum:]_:.-]*', mask, 'g');
+    pattern := regexp_replace(pattern, mask || '([[:space:]]*' || mask || ')*', mask, 'g');
+    if pattern = mask then
+        -- A code alone, such as E4012: a pattern that fits every error would send back, or discard, all that is dead.
+        pattern := pgqueue._summary(error);
+    end if;
     pattern := regexp_replace(pattern, E'([\\\\%_])', E'\\\\\\1', 'g');
-    pattern := regexp_replace(pattern, mask || '([[:space:]]*' || mask || ')*', '%', 'g');
-    -- A code alone, such as E4012: a pattern that fits every error would send back, or discard, all that is dead.
-    return case when pattern <> '%' then pattern
-        else regexp_replace(pgqueue._summary(error), E'([\\\\%_])', E'\\\\\\1', 'g')
-    end;
+    return replace(pattern, mask, '%');
 end;
 $$;
 
