@@ -335,31 +335,25 @@ def test_a_worker_waits_for_a_server_that_is_read_only_or_full(server, say) -> N
 
 
 def test_a_worker_that_gets_no_session_to_report_by_claims_no_more(
-    db, dsn, workers
+    db, dsn, role, workers
 ) -> None:
     """Its one session claims; without the others, jobs would run, and run again until they are dead."""
-    db.execute("create role pgqueue_one login connection limit 1")
-    try:
-        db.execute("select pgqueue.grant_access('pgqueue_one', 'worker')")
-        own = psycopg.conninfo.make_conninfo(dsn, user="pgqueue_one")
-        worker = workers.start("--lease", "1", "--concurrency", "2", dsn=own)
-        wait_until(lambda: one(db, RESTING))
-        ids = [pgqueue.enqueue(db, QUEUE, kind="mark") for _ in range(60)]
-        wait_until(lambda: "waits for the server" in workers.log())
-        expired = (
-            "select min(lease_expires_at) < now() - interval '2 s' from pgqueue.job"
-        )
-        wait_until(lambda: one(db, expired))
-        assert max(workers.notes().values()) == 1
-        assert workers.notes().keys() < set(ids)
-        db.execute("alter role pgqueue_one connection limit 9")
-        wait_until(lambda: is_empty(db), 60)
-        assert workers.notes().keys() == set(ids)
-        assert one(db, "select count(*) from pgqueue.dead_job") == 0
-        assert workers.finish(worker) == 0
-    finally:
-        db.execute("drop owned by pgqueue_one")
-        db.execute("drop role pgqueue_one")
+    db.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
+    db.execute(f"alter role {role} connection limit 1")
+    terms = "--lease", "1", "--concurrency", "2"
+    worker = workers.start(*terms, dsn=f"{dsn} user={role}")
+    wait_until(lambda: one(db, RESTING))
+    ids = [pgqueue.enqueue(db, QUEUE, kind="mark") for _ in range(60)]
+    wait_until(lambda: "waits for the server" in workers.log())
+    expired = "select min(lease_expires_at) < now() - interval '2 s' from pgqueue.job"
+    wait_until(lambda: one(db, expired))
+    assert max(workers.notes().values()) == 1
+    assert workers.notes().keys() < set(ids)
+    db.execute(f"alter role {role} connection limit 9")
+    wait_until(lambda: is_empty(db), 60)
+    assert workers.notes().keys() == set(ids)
+    assert one(db, "select count(*) from pgqueue.dead_job") == 0
+    assert workers.finish(worker) == 0
 
 
 def test_a_worker_works_with_one_second_timeouts_and_serializable_by_default(

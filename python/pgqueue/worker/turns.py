@@ -58,7 +58,6 @@ class Turns:
     def take(self, own: Member) -> tuple[dict[str, int | None], int]:
         """Return the open queues, and how many jobs it may claim: these are kept for it."""
         with self._lock:
-            own.asked = 0
             others = [m for m in self.members if m is not own and m.answers(HANG)]
             asked = sum(m.asked for m in others)
             queues = self._open_queues(asked)
