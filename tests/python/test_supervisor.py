@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -294,18 +295,30 @@ sys.exit(main(["--app", "worker_app", "--queue", "{QUEUE}", "--processes", "2"])
 """
 
 
-def test_a_script_that_calls_for_several_processes_has_no_more(db, workers) -> None:
-    (workers.folder / "script.py").write_text(SCRIPT)
-    env = {"PGQUEUE_DSN": workers.dsn, "PYTHONPATH": forked.PATH}
+# Children that say nothing for 5 seconds hang, not only after a minute.
+IMPATIENT = """
+from pgqueue.worker import supervisor
+supervisor.HANG, supervisor.LOOK = 5.0, 0.5
+"""
+
+
+def start_script(workers: Workers, text: str, **env: str) -> subprocess.Popen[bytes]:
+    (workers.folder / "script.py").write_text(text)
+    ours = {"PGQUEUE_DSN": workers.dsn, "PYTHONPATH": forked.PATH, **env}
     with (workers.folder / "log").open("ab") as log:
         parent = subprocess.Popen(
             [sys.executable, "script.py"],
             cwd=workers.folder,
-            env={**os.environ, **env, "RAN": str(workers.ran)},
+            env={**os.environ, **ours, "RAN": str(workers.ran)},
             stderr=log,
         )
     workers.processes.append(parent)
     wait_until(lambda: workers.log().count("works on") == 2)
+    return parent
+
+
+def test_a_script_that_calls_for_several_processes_has_no_more(db, workers) -> None:
+    parent = start_script(workers, SCRIPT)
     assert [children(child) for child in children(parent.pid)] == [[], []]
     assert workers.finish(parent) == 0
     assert left(workers) == []
@@ -492,6 +505,59 @@ def test_children_that_do_not_end_in_time_are_killed(db, workers) -> None:
     assert parent.wait(20) == 0
     assert left(workers) == []
     assert workers.log().count("does not end: killed") == 2
+
+
+def test_a_child_that_hangs_is_killed_and_replaced(db, workers) -> None:
+    """The interpreter is held in C, so that neither signals nor its threads can do anything."""
+    pgqueue.enqueue(db, QUEUE, kind="holds_interpreter")
+    env = {"PGQUEUE_LEASE": "1", "PGQUEUE_SHUTDOWN_TIMEOUT": "1"}
+    parent = start_script(workers, IMPATIENT + SCRIPT, **env)
+    before = set(children(parent.pid))
+    (hung,) = workers.began()
+    wait_until(lambda: f"process {hung} hangs, for " in workers.log())
+    wait_until(
+        lambda: f"process {hung} ended with SIGKILL: restarting" in workers.log()
+    )
+    wait_until(lambda: workers.log().count("works on") >= 3)
+    assert len(before & set(children(parent.pid))) <= 1
+
+
+def test_a_child_that_hangs_is_left_alone_as_long_as_its_lease(db, workers) -> None:
+    pgqueue.enqueue(db, QUEUE, kind="hold")
+    env = {"PGQUEUE_LEASE": "3600", "PGQUEUE_SHUTDOWN_TIMEOUT": "1"}
+    parent = start_script(workers, IMPATIENT + SCRIPT, **env)
+    workers.began()
+    (worker,) = one(db, "select array_agg(worker) from pgqueue.running")
+    both = set(children(parent.pid))
+    (busy,) = [pid for pid in both if f":{pid}:" in worker]
+    for pid in both:
+        os.kill(pid, signal.SIGSTOP)
+    (idle,) = both - {busy}
+    wait_until(
+        lambda: f"process {idle} ended with SIGKILL: restarting" in workers.log()
+    )
+    wait_until(lambda: workers.log().count("works on") == 3)
+    assert f"process {busy} " not in workers.log()
+    workers.let_go()
+    os.kill(busy, signal.SIGCONT)
+    wait_until(lambda: outcomes(db) == {"completed": 1})
+    assert workers.finish(parent) == 0
+
+
+def test_children_do_not_hang_if_all_processes_were_stopped(db, workers) -> None:
+    """As by a container that is paused."""
+    parent = start_script(workers, IMPATIENT + SCRIPT)
+    both = children(parent.pid)
+    for pid in parent.pid, *both:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(6)  # the time is what is tested
+    for pid in parent.pid, *both:
+        os.kill(pid, signal.SIGCONT)
+    pgqueue.enqueue_many(db, QUEUE, [None] * 10, kind="mark")
+    wait_until(lambda: outcomes(db) == {"completed": 10})
+    assert sorted(children(parent.pid)) == sorted(both)
+    assert workers.finish(parent) == 0
+    assert "hangs" not in workers.log()
 
 
 def test_a_child_waits_for_its_supervisor_whatever_the_default_timeout_is(

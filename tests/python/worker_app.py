@@ -206,6 +206,12 @@ def gil() -> None:
     sum(range(150_000_000))
 
 
+@app.job("holds_interpreter")
+def holds_interpreter() -> None:
+    note("began", os.getpid())
+    ctypes.PyDLL(None).sleep(300)
+
+
 @dataclass
 class Person:
     name: str

@@ -28,7 +28,15 @@ from pgqueue.terminal import explain, say
 from pgqueue.worker import Worker, lines
 from pgqueue.worker.health import Health, notify_systemd
 from pgqueue.worker.options import load, merge, parse
-from pgqueue.worker.supervisor import BOTH, CANNOT, DONE, READY, Link, Supervisor
+from pgqueue.worker.supervisor import (
+    ALIVE,
+    BOTH,
+    CANNOT,
+    DONE,
+    READY,
+    Link,
+    Supervisor,
+)
 
 DENIED = (
     "select p.proname from pg_proc as p where p.pronamespace = 'pgqueue'::regnamespace"
@@ -100,7 +108,9 @@ def import_apps(
 
 def run(worker: Worker, args: argparse.Namespace, supervisor: Link) -> int:
     stop_by_signal(worker, supervisor)
-    health = Health(args.health_file, partial(supervisor.say, READY))
+    says = partial(supervisor.say, READY), partial(supervisor.say, ALIVE)
+    health = Health(args.health_file, *says)
+    worker.on_lease = supervisor.may_be_silent
     worker.on_tick = lambda: health(worker.sources.is_ready, worker.sources.states)
     code = 0
     try:

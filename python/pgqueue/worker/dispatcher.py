@@ -53,6 +53,7 @@ class Dispatcher(Service):
         self._looked: set[str] = set()  # in these queues for all kinds, the last time
         self._lacks_slots = False
         self._again = False  # after_failover() before each claim
+        self._longest_lease = 0.0  # yet
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -143,6 +144,9 @@ class Dispatcher(Service):
         if attempts:
             self.succeeded()
             self._heartbeat.hold(attempts, now)
+            if (longest := max(a.lease for a in attempts)) > self._longest_lease:
+                self._longest_lease = longest
+                terms.on_lease(longest)
             self._begin(conn, attempts)
             if not self._turns.is_quick:
                 # A thread can start only when this one releases the interpreter.

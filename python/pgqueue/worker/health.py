@@ -16,9 +16,15 @@ SYSTEMD = os.environ.get("NOTIFY_SOCKET")  # now: a handler may change the envir
 class Health:
     """Shows once that the worker is ready, and each second that no part of it has died."""
 
-    def __init__(self, file: str | None, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        file: str | None,
+        on_ready: Callable[[], None],
+        on_alive: Callable[[], None] = lambda: None,
+    ) -> None:
         self._file = pathlib.Path(file) if file else None
         self._on_ready = on_ready
+        self._on_alive = on_alive
         self._next_at = 0.0
         self._is_ready = False
         self._has_complained = False
@@ -35,6 +41,7 @@ class Health:
         if self._file:
             self._touch(self._file, states)
         notify_systemd(state)
+        self._on_alive()
 
     def _touch(self, file: pathlib.Path, states: Sequence[str]) -> None:
         try:

@@ -8,11 +8,16 @@ By the same socket a child says what its exit code means, which any handler, lib
 can produce: READY, then DONE; or CANNOT, which counts as long as no child was ready. Until it says
 LISTENS, as while its app is imported, it is ended by signals; so is any by a third one, or if it
 does not end in time.
+
+From its start on it says once a second that it is ALIVE, and before it begins jobs how long their
+leases are. One that says nothing for longer than those hangs, and its jobs are already run again
+by others: it is killed and replaced.
 """
 
 import contextlib
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,8 +30,10 @@ from dataclasses import dataclass
 from pgqueue.worker.health import notify_systemd
 from pgqueue.worker.seldom import SELDOM, log
 
-# It hears the supervisor; it works; it has done its work; it cannot.
-LISTENS, READY, DONE, CANNOT = b"l", b"r", b"d", b"f"
+# It hears the supervisor; it works; it has done its work; it cannot; no part of it hangs.
+LISTENS, READY, DONE, CANNOT, ALIVE = b"l", b"r", b"d", b"f", b"."
+HANG = 60.0  # seconds without a word, at least
+LOOK = 5.0  # seconds between two looks for such
 SHORT_LIFE = 5.0  # seconds; what fails sooner is restarted after a pause
 LONGEST_PAUSE = 30.0  # seconds
 SOCKET = "PGQUEUE_SUPERVISOR"  # names the file descriptor
@@ -41,11 +48,17 @@ class Child:
     socket: socket.socket
     born: float
     said: bytes = b""
+    silent_for: float = -math.inf  # seconds, since it listens
+    longest_lease: float = 0.0
 
     def hear(self) -> bytes:
-        """Return all that it has said."""
+        """Return all that it has said, except how often it was alive."""
         with contextlib.suppress(OSError):  # nothing more
-            self.said += self.socket.recv(100, socket.MSG_DONTWAIT)
+            if heard := self.socket.recv(10_000, socket.MSG_DONTWAIT):
+                self.silent_for = 0.0
+                leases = map(float, re.findall(rb"\d+", heard))
+                self.longest_lease = max([self.longest_lease, *leases])
+                self.said += re.sub(rb"[^a-z]", b"", heard)
         return self.said
 
 
@@ -61,6 +74,7 @@ class Supervisor:
         self._burst = burst
         self._shutdown_timeout = shutdown_timeout
         self._kill_at = math.inf  # in monotonic seconds
+        self._looked_at = time.monotonic()  # for those that hang
         self._children: list[Child] = []
         self._start_at = [time.monotonic()] * count
         self._stops: list[int] = []  # the signals
@@ -75,10 +89,11 @@ class Supervisor:
         for number in self._signals:
             signal.signal(number, lambda *_: None)
         while self._children or self._start_at:
-            until = min(self._kill_at, *self._start_at, time.monotonic() + 3600)
+            until = min(self._kill_at, *self._start_at, time.monotonic() + LOOK)
             numbers = self._wait(max(0.0, until - time.monotonic()))
             if time.monotonic() >= self._kill_at:
                 self._kill_all()
+            self._kill_hung()
             if told := [number for number in numbers if number in BOTH]:
                 time.sleep(AT_ONCE)
                 for number in numbers + self._wait(0.0):
@@ -143,6 +158,22 @@ class Supervisor:
             log.warning("process %s does not end: killed", child.process.pid)
             child.process.kill()
 
+    def _kill_hung(self) -> None:
+        now = time.monotonic()
+        # At most twice the usual, or after a pause of all processes it would kill them.
+        passed = min(now - self._looked_at, 2 * LOOK)
+        self._looked_at = now
+        for child in self._children:
+            child.silent_for += passed
+            child.hear()
+            if child.silent_for > max(
+                HANG, child.longest_lease, self._shutdown_timeout
+            ):
+                pid, seconds = child.process.pid, child.silent_for
+                log.warning("process %s hangs, for %.0f s: killed", pid, seconds)
+                child.process.kill()
+                child.silent_for = -math.inf
+
     def _ended(self, child: Child, exit_code: int) -> None:
         """Restart a child, unless it was to end or would fail again."""
         # A list, so that all are heard: or DONE is missed.
@@ -186,7 +217,11 @@ class Link:
     def say(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # it is gone
             if self._socket:
-                self._socket.send(word)
+                self._socket.send(word, socket.MSG_DONTWAIT)
+
+    def may_be_silent(self, seconds: float) -> None:
+        """Say for how long this process need not say that it is alive."""
+        self.say(b"%d " % seconds)
 
     def listen(self, stop: Callable[[str], None]) -> None:
         """Call `stop` for each byte from the supervisor, and when it is gone."""

@@ -60,6 +60,7 @@ class Terms:
     max_jobs: int | None = None
     on_tick: Callable[[], None] = lambda: None
     on_commit: Callable[[], None] = lambda: None
+    on_lease: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
         monkey = sys.modules.get("gevent.monkey")

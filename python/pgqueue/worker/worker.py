@@ -51,7 +51,7 @@ class Worker(Terms):
     the handlers of the app name. The other options are those of `python -m pgqueue.worker`, with
     times in seconds. With several in `dsn`, the databases share its slots. `on_tick` is called
     several times a second as long as no part of the worker has died or hangs, `on_commit` whenever
-    outcomes have been committed.
+    outcomes have been committed, `on_lease` before jobs begin whose leases are longer than any yet.
 
     Raises ValueError for no queue, for a value that must be positive or whole, and for only_known
     without a handler; TypeError for queues that are not a mapping, and for a handler whose
