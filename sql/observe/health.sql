@@ -876,6 +876,27 @@ begin
         ) as s
         where s.last < t.highest or s.last > most * 9223372036854775807 or s.is_astray
     $$),
+    -- The command holds its lock while it runs, which a standby does not see.
+    ('moves', null, null, null, 'no move-groups was cut off', $$
+        select
+            true,
+            format(
+                'a move-groups was cut off: %s jobs or schedules are between two shards, and %s groups paused',
+                m.parts, m.groups
+            ),
+            'python -m pgqueue move-groups, with --dsn for each shard in order, finishes it'
+        from (
+            select
+                count(*) as rows, count(*) filter (where m.what = 'paused') as groups,
+                count(*) filter (where m.what not in ('paused', 'shards')) as parts
+            from pgqueue.moving as m
+        ) as m
+        where m.rows > 0 and not pg_is_in_recovery() and not exists (
+            select from pg_locks as l
+            where l.locktype = 'advisory' and (l.classid, l.objid, l.objsubid) = (0, 7366517, 1)
+                and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+        )
+    $$),
     ('runs', null, null, null, 'old runs are deleted', $$
         select
             t.today - o.day > 4,

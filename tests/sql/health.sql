@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(108);
+select plan(111);
 
 -- Pages that other test files have rolled back would count.
 truncate pgqueue.run;
@@ -38,7 +38,7 @@ select is(
     (select array_agg(h.check collate "default" order by h.check collate "C") from pgqueue.health() as h),
     array[
         'autovacuum', 'backlog', 'batches', 'bloat', 'crashes', 'dead', 'failures', 'handlers', 'horizon', 'hung', 'indexes', 'kinds', 'leases',
-        'locks', 'notifications', 'notify',
+        'locks', 'moves', 'notifications', 'notify',
         'runs', 'schedules', 'sequences', 'suspensions', 'vacuum', 'version', 'waits', 'wal', 'workers', 'wraparound', 'writes'
     ],
     'health returns a row for each check'
@@ -432,6 +432,21 @@ select matches(
 );
 select pg_temp.hint('runs') \gexec
 select alike(pg_temp.found('runs'), 'ok: %', 'maintain fixes it');
+
+-- Moves that were cut off
+
+select alike(pg_temp.found('moves'), 'ok: %', 'nothing moves');
+insert into pgqueue.moving (what, key, content)
+values ('shards', '2', null), ('job', '1', '{}'), ('paused', '["q", "g", null]', null);
+select is(
+    pg_temp.found('moves'),
+    'critical: a move-groups was cut off: 1 jobs or schedules are between two shards, and 1 groups paused',
+    'what is between two shards, and in no view, is told of'
+);
+select pg_advisory_lock(7366517);
+select alike(pg_temp.found('moves'), 'ok: %', 'but not while the command runs');
+select pg_advisory_unlock(7366517);
+delete from pgqueue.moving;
 
 -- Autovacuum of a table
 
