@@ -19,6 +19,7 @@ as $$
             -- work, and what it calls with the rights of its caller.
             ('{worker}', true, '{work,_handled,_hold}'),
             ('{worker,operator}', false, '{events}'),
+            ('{producer,worker,scheduler,operator,reader}', false, '{shard}'),
             ('{scheduler}', true, '{schedule,next_slots,shard_of,version}'),
             ('{operator}', true, '{cancel,cancel_many,redrive,redrive_job,discard,discard_many,purge,pause,resume}'),
             ('{operator}', true, '{rerun,run_now,reprioritize,configure,shard,after_failover,reap,maintain,status,result,await,steps,emit}'),

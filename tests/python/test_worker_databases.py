@@ -320,6 +320,29 @@ def test_only_the_first_database_has_the_schedules(two):
     assert counts(two, "select count(*) from pgqueue.schedule") == [1, 0]
 
 
+def test_a_shard_has_the_schedules_that_move_groups_would_bring_to_it(role, two):
+    """The list of a worker need not be in the order of the shards."""
+    of_0, of_1 = (
+        next(k for k in map(str, range(99)) if pgqueue.shard_of(k, 2) == n)
+        for n in (0, 1)
+    )
+    app = pgqueue.App()
+    groups = {of_0: None, of_1: None, "group of 0": of_0, "group of 1": of_1}
+    for kind, group_key in groups.items():
+        app.job(kind, queue="work", cron="@daily", group_key=group_key)(lambda: None)
+    for number, dsn in enumerate(two, 1):
+        with psycopg.connect(dsn) as conn:
+            conn.execute("select pgqueue.shard(%s)", (number,))
+            for kind in "worker", "scheduler":
+                conn.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+    there = "select array_agg(name order by length(name)) from pgqueue.schedule"
+    with running(Worker(app, dsn=[f"{dsn} user={role}" for dsn in two[::-1]])):
+        want = [[of_0, "group of 0"], [of_1, "group of 1"]]
+        wait_until(lambda: counts(two, there) == want)
+    moved = command("pgqueue", *named(two), "move-groups")
+    assert "moved 0 jobs and schedules" in moved.stdout
+
+
 def test_a_transaction_is_in_the_database_of_its_job(two, workers):
     for dsn in two:
         with psycopg.connect(dsn, autocommit=True) as conn:

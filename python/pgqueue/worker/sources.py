@@ -23,8 +23,8 @@ class Source(Server):
         super().__init__(dsn, len(dsns) == 1, turns.terms.call_timeout)
         self.finisher = Finisher(self, turns, on_commit)
         self.heartbeat = Heartbeat(self, turns.executor.cancel)
-        # Schedules are declared in the first: in each, all would run as often.
-        self.maintenance = Maintenance(self, turns.terms.app, dsn == dsns[0])
+        where = dsns.index(dsn), len(dsns)
+        self.maintenance = Maintenance(self, turns.terms.app, *where)
         self.dispatcher = Dispatcher(self, turns, self.finisher, self.heartbeat)
 
 
