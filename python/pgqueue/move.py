@@ -7,27 +7,34 @@ finishes or forgets what was interrupted.
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import psycopg
-from psycopg.types.json import Jsonb
 
 from pgqueue import database
+from pgqueue.drivers import run_without_loop
 from pgqueue.install import say_what_is_missing
 from pgqueue.terminal import say
 
 CHUNK = 200  # groups or keys in one transaction
+SIZE = 30_000_000  # characters of JSON in one, but at least one group
 LOCK = 7366517  # of a session: there is one such command at a time
 PAUSE = 0.2  # seconds until busy groups are looked at again
 
 MISPLACED = "select m.* from pgqueue._misplaced(%(place)s, %(shards)s) as m"
+# As texts, because Python would not give back the numbers in them as they were.
 DEPART = (
-    "select a.kind, a.queue, a.key, d.state, d.parts"
+    "select d.state, d.parts::text, array(select array[p.what, p.key] from"
+    " jsonb_to_recordset(d.parts) as p (what text, key text))"
     " from rows from (unnest(%(kinds)s::text[]), unnest(%(queues)s::text[]), unnest(%(keys)s::text[]))"
     " as a (kind, queue, key) cross join lateral pgqueue._depart(a.kind, a.queue, a.key) as d"
 )
+# Or a server that answers no more would hold up what is locked on the other one for ever.
+UNLOCK = "set local idle_in_transaction_session_timeout = '5 min'"
+EXPECT = "select pgqueue._expect(%(parts)s)"
 EXPECTED = "select m.what, m.key from pgqueue.moving as m where m.content is not null"
+ARRIVE = "select pgqueue._arrive(%(whats)s, %(keys)s)"
 GONE = (
     "select m.what, m.key from pgqueue.moving as m"
     " where m.content is null and m.what not in ('paused', 'shards')"
@@ -42,7 +49,7 @@ BEGIN = (
     " select * from unnest(%(whats)s::text[], %(keys)s::text[]) on conflict do nothing"
 )
 BEGUN = "select m.key::int from pgqueue.moving as m where m.what = 'shards'"
-NUMBER = "select s.number from pgqueue.shard as s"
+NUMBER = "select s.number, (s.of, s.above)::text from pgqueue.shard as s"
 IS_PAUSED = (
     "select exists (select from pgqueue.queue as q"
     " where q.paused and (q.name, q.kind, q.group_key) = ('', '', ''))"
@@ -56,6 +63,9 @@ PAUSES = (
 )
 Part = tuple[str, str]
 Group = tuple[str, str, str]  # kind, queue, key
+Way = tuple[
+    database.Connection, database.Connection
+]  # from the old shard to the new one
 
 
 class Shards:
@@ -70,14 +80,10 @@ class Shards:
         gone = {part for conn in self.conns for part in ask(conn, GONE)}
         for conn in self.conns:
             expected = set(ask(conn, EXPECTED))
-            self.arrive(conn, sorted(expected & gone))
+            tell(conn, ARRIVE, sorted(expected & gone))
             tell(conn, FORGET, sorted(expected - gone))
         for conn in self.conns:
             tell(conn, FORGET, ask(conn, GONE))
-
-    def arrive(self, conn: database.Connection, parts: list[Part]) -> None:
-        if parts:
-            tell(conn, "select pgqueue._arrive(%(whats)s, %(keys)s)", parts)
 
     def move_all(self) -> Counter[str]:
         """Move what can be moved now; count the rest, by reason."""
@@ -90,65 +96,74 @@ class Shards:
             for target, groups in to.items():
                 for start in range(0, len(groups), CHUNK):
                     chunk = groups[start : start + CHUNK]
-                    left += self.move(source, self.conns[target], chunk)
+                    left += self.move((source, self.conns[target]), chunk)
         return left
 
     def resume(self) -> None:
-        """Resume the shards that are paused as a whole, except for what is paused on the others."""
-        waiting = [conn for conn in self.conns if ask(conn, IS_PAUSED) == [(True,)]]
-        others = [conn for conn in self.conns if conn not in waiting]
-        for conn in waiting:
-            # What came to it was on the one as many places before it.
-            place = self.conns.index(conn)
-            pauses = ask(others[place % len(others)], PAUSES) if others else []
+        """Resume the new shards that are paused as a whole, except for what is paused on the old ones."""
+        half = (len(self.conns) + 1) // 2
+        for place, conn in enumerate(self.conns):
+            if ask(conn, IS_PAUSED) != [(True,)]:
+                continue
+            if place < half:
+                say(f"shard {place + 1} is paused, and stays so: it is an old one")
+                continue
+            pauses = ask(self.conns[place - half], PAUSES)
             with conn.transaction():
                 conn.execute(f"set local {database.SEARCH_PATH}")
                 conn.execute("select pgqueue.resume()")
                 for function, *scope in pauses:
                     conn.execute(f"select pgqueue.{function}(%s, %s, %s)", scope)
 
-    def move(
-        self,
-        source: database.Connection,
-        target: database.Connection,
-        groups: list[Group],
-    ) -> Counter[str]:
-        """Move some groups in three transactions, or half of them at a time if that is too much."""
-        try:
-            return self._move(source, target, groups)
-        except psycopg.errors.ProgramLimitExceeded:
-            if len(groups) == 1:
-                raise
-        half = len(groups) // 2
-        moved = self.move(source, target, groups[:half])
-        return moved + self.move(source, target, groups[half:])
+    def move(self, way: Way, groups: list[Group]) -> Counter[str]:
+        """Move some groups, as many at a time as one transaction can carry."""
+        left: Counter[str] = Counter()
+        while groups:
+            try:
+                count, stayed = self._move(way, groups)
+            except psycopg.errors.ProgramLimitExceeded as error:
+                if len(groups) > 1:
+                    half = len(groups) // 2
+                    left += self.move(way, groups[:half])
+                    count, stayed = half, Counter[str]()
+                else:
+                    kind, queue, key = groups[0]
+                    say(f"{kind} {key!r} of queue {queue!r} is too large: {error}")
+                    count, stayed = 1, Counter(large=1)
+            groups = groups[count:]
+            left += stayed
+        return left
 
-    def _move(
-        self,
-        source: database.Connection,
-        target: database.Connection,
-        groups: list[Group],
-    ) -> Counter[str]:
-        """Move some groups in three transactions; pause those that are busy."""
+    def _move(self, way: Way, groups: list[Group]) -> tuple[int, Counter[str]]:
+        """Move the first groups in three transactions, and pause those that are busy; return how many."""
+        source, target = way
         kinds, queues, keys = (list(each) for each in zip(*groups, strict=True))
         asked = {"kinds": kinds, "queues": queues, "keys": keys}
+        states, texts, names, size = list[str](), list[str](), list[Part](), 0
         with source.transaction():
-            source.execute(f"set local {database.SEARCH_PATH}")
-            found = source.execute(DEPART, asked).fetchall()
-            parts = [p for *_, state, some in found if state == "free" for p in some]
-            if parts:
-                gone = {"parts": Jsonb(parts)}
-                database.execute(target, "select pgqueue._expect(%(parts)s)", gone)
-                source.execute("select pgqueue._departed(%(parts)s)", gone)
-            for kind, queue, key, state, _ in found:
+            source.execute(f"set local {database.SEARCH_PATH}; {UNLOCK}")
+            with source.cursor("departing") as departing:
+                departing.itersize = 10
+                for state, text, parts in departing.execute(DEPART, asked):
+                    size += len(text)
+                    if size > SIZE and states:
+                        break
+                    states.append(state)
+                    if state == "free" and parts:
+                        texts.append(text[1:-1])
+                        names += [(what, key) for what, key in parts]
+            if names:
+                coming = {"parts": f"[{','.join(texts)}]"}
+                database.execute(target, EXPECT, coming)
+                tell(source, "select pgqueue._departed(%(whats)s, %(keys)s)", names)
+            for (kind, queue, key), state in zip(groups, states, strict=False):
                 if kind == "group" and state != "free":
                     how = PAUSE_GROUP if state == "busy" else RESUME_GROUP
                     source.execute(how, (queue, key))
-        names = [(part["what"], part["key"]) for part in parts]
-        self.arrive(target, names)
+        tell(target, ARRIVE, names)
         tell(source, FORGET, names)
-        self.moved += len(parts)
-        return Counter(state for *_, state, _ in found if state != "free")
+        self.moved += len(names)
+        return len(states), Counter(state for state in states if state != "free")
 
 
 def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
@@ -158,18 +173,8 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
             stack.enter_context(database.connect(database.conninfo(dsn)))
             for dsn in dsns
         ]
-        for place, conn in enumerate(conns, 1):
-            try:
-                number = ask(conn, NUMBER)
-            except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
-                return say_what_is_missing(conn, error)
-            # Elsewhere ids may be the same, and all would go to the wrong places.
-            if number != [(place,)] and len(conns) > 1:
-                told = f"it is shard {number[0][0]}" if number else "it is none"
-                raise ValueError(
-                    f"{conn.info.dbname} on {conn.info.host} is named as shard {place},"
-                    f" and {told}: name all shards, in their order"
-                )
+        if code := check(conns):
+            return code
         shards, until = Shards(conns), time.monotonic() + wait
         for conn in conns:
             # The session of a command that was killed ends with its statement.
@@ -185,25 +190,53 @@ def move_groups(dsns: Sequence[str], wait: float, resumes: bool) -> int:
         among = [("shards", str(len(conns)))]
         for conn in conns:
             tell(conn, BEGIN, among)
-        left, moved = shards.move_all(), 0
-        # Again, too, after a pass that has moved some: a dead job may have been redriven meanwhile.
-        while (left or shards.moved > moved) and time.monotonic() < until:
-            if left:
-                time.sleep(PAUSE)
-            moved = shards.moved
-            left = shards.move_all()
-        for conn in conns:
-            tell(conn, "select pgqueue._resume_groups()")
+        try:
+            left, moved = shards.move_all(), 0
+            # Again, too, after a pass that has moved some: a dead job may have been redriven meanwhile.
+            while (left or shards.moved > moved) and time.monotonic() < until:
+                if left:
+                    time.sleep(PAUSE)
+                moved = shards.moved
+                left = shards.move_all()
+        finally:
+            for conn in conns:
+                with suppress(psycopg.Error):
+                    tell(conn, "select pgqueue._resume_groups()")
         for conn in conns:
             tell(conn, FORGET, among)
         print(f"moved {shards.moved} jobs and schedules")
         if left:
             busy = left["busy"] + left["kept"]
             why = f"{busy} are busy, and {left['tied']} wait for other jobs or belong to batches"
-            say(f"not all groups and keys were moved: {why}; call it again")
+            large = f", and {n} are too large" if (n := left["large"]) else ""
+            say(f"not all groups and keys were moved: {why}{large}; call it again")
             return 1
         if resumes:
             shards.resume()
+    return 0
+
+
+def check(conns: Sequence[database.Connection]) -> int:
+    """Raise unless these are all shards, in their order; or say what is missing, and return the exit code."""
+    of = None
+    for place, conn in enumerate(conns, 1):
+        name = f"{conn.info.dbname} on {conn.info.host}"
+        if run_without_loop(database.is_pooled(conn)):
+            raise ValueError(f"{name} is behind a pooler: name the server itself")
+        try:
+            row = ask(conn, NUMBER)
+        except (*database.INCOMPATIBLE, psycopg.errors.UndefinedTable) as error:
+            return say_what_is_missing(conn, error)
+        # Elsewhere ids may be the same, and all would go to the wrong places.
+        number, own_of = row[0] if row else (None, None)
+        of = of or own_of
+        if number != place and len(conns) > 1:
+            found = f"it is shard {number}" if row else "it is none"
+            told = f"is named as shard {place}, and {found}: name all shards, in their order"
+            raise ValueError(f"{name} {told}")
+        if own_of != of:
+            told = f"of and above are {own_of}, and {of} in the first shard: their ids may be the same"
+            raise ValueError(f"{name}: {told}")
     return 0
 
 

@@ -12,17 +12,22 @@ create or replace function pgqueue._misplaced(place int, shards int)
     language sql
     stable
 as $$
-    select m.kind, m.queue, m.key, pgqueue.shard_of(m.key, shards)
+    select m.kind, m.queue, m.key, pgqueue.shard_of(m.placed_by, shards)
     from (
-        select case when j.group_key is null then 'unique' else 'group' end, j.queue, coalesce(j.group_key, j.unique_key)
-        from pgqueue.job as j
-        union
-        select case when d.group_key is null then 'unique' else 'group' end, d.queue, coalesce(d.group_key, d.unique_key)
-        from pgqueue.dead_job as d
-        union
-        select 'schedule', s.queue, s.name from pgqueue.schedule as s
-    ) as m (kind, queue, key)
-    where m.key is not null and pgqueue.shard_of(m.key, shards) <> _misplaced.place
+        select k.kind, k.queue, k.key, k.key
+        from (
+            select case when j.group_key is null then 'unique' else 'group' end, j.queue, coalesce(j.group_key, j.unique_key)
+            from pgqueue.job as j
+            union
+            select case when d.group_key is null then 'unique' else 'group' end, d.queue, coalesce(d.group_key, d.unique_key)
+            from pgqueue.dead_job as d
+        ) as k (kind, queue, key)
+        where k.key is not null
+        union all
+        -- Its jobs belong to its group.
+        select 'schedule', s.queue, s.name, coalesce(s.group_key, s.name) from pgqueue.schedule as s
+    ) as m (kind, queue, key, placed_by)
+    where pgqueue.shard_of(m.placed_by, shards) <> _misplaced.place
     order by m.kind, m.queue, m.key
 $$;
 
@@ -115,23 +120,22 @@ end;
 $$;
 
 -- Deletes what _depart has locked, and notes that it is gone from here.
-create or replace function pgqueue._departed(parts jsonb)
+create or replace function pgqueue._departed(whats text[], keys text[])
     returns void
     language plpgsql
     set enable_seqscan = off
 as $$
 declare
     gone bigint[] := array(
-        select p.key::bigint from jsonb_to_recordset(parts) as p (what text, key text) where p.what in ('job', 'dead_job')
+        select p.key::bigint from unnest(whats, keys) as p (what, key) where p.what in ('job', 'dead_job')
     );
 begin
     delete from pgqueue.job as j where j.id = any (gone);
     delete from pgqueue.dead_job as d where d.id = any (gone);
     perform pgqueue._forget_steps(gone);
     delete from pgqueue.schedule as s
-    where s.name in (select p.key from jsonb_to_recordset(parts) as p (what text, key text) where p.what = 'schedule');
-    insert into pgqueue.moving (what, key)
-    select p.what, p.key from jsonb_to_recordset(parts) as p (what text, key text);
+    where s.name in (select p.key from unnest(whats, keys) as p (what, key) where p.what = 'schedule');
+    insert into pgqueue.moving (what, key) select * from unnest(whats, keys);
 end;
 $$;
 
@@ -139,7 +143,20 @@ $$;
 create or replace function pgqueue._expect(parts jsonb)
     returns void
     language plpgsql
+    set enable_seqscan = off
 as $$
+declare
+    ids bigint[] := array(
+        select p.key::bigint from jsonb_to_recordset(parts) as p (what text, key text) where p.what in ('job', 'dead_job')
+    );
+    present bigint := coalesce(
+        (select min(j.id) from pgqueue.job as j where j.id = any (ids)),
+        (select min(d.id) from pgqueue.dead_job as d where d.id = any (ids))
+    );
+    refused boolean := pgqueue._refuse(case when present is not null then array[
+        format('job %s is on both shards', present), 'Both have handed out the same ids.',
+        'Wait until one of the two has ended, or cancel it; then call move-groups again.', '55000'
+    ] end);
 begin
     insert into pgqueue.moving as m (what, key, content)
     select p.what, p.key, p.content from jsonb_to_recordset(parts) as p (what text, key text, content jsonb)

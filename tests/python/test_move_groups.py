@@ -18,6 +18,8 @@ from pgqueue.move import LOCK, move_groups
 from test_worker_databases import command, counts, named, wait_for_counts
 from worker_harness import wait_until, workers_on
 
+pytest_plugins = ["worker_harness"]
+
 COUNT = "select count(*) from pgqueue.job"
 MOVERS = f"select count(*) from pg_locks where locktype = 'advisory' and objid = {LOCK}"
 JOBS = 50_000 if LONG else 1_000
@@ -182,17 +184,17 @@ def test_what_is_cut_off_between_two_transactions_is_finished_by_the_next_call(
         parts = one(
             old, "select d.parts from pgqueue._depart('group', 'q', %s) as d", key
         )
-        given = (psycopg.types.json.Jsonb(parts),)
-        new.execute("select pgqueue._expect(%s)", given)
+        new.execute("select pgqueue._expect(%s)", (psycopg.types.json.Jsonb(parts),))
+        given = [part["what"] for part in parts], [part["key"] for part in parts]
         if after == "expect":  # and the old shard runs the job after all
             with pytest.raises(psycopg.errors.DivisionByZero), old.transaction():
-                old.execute("select pgqueue._departed(%s)", given)
+                old.execute("select pgqueue._departed(%s, %s)", given)
                 old.execute("select 1 / 0")
             old.execute(
                 "select pgqueue.complete(id, token) from pgqueue.claim('q', 'w')"
             )
         else:
-            old.execute("select pgqueue._departed(%s)", given)
+            old.execute("select pgqueue._departed(%s, %s)", given)
         if after == "arrive":
             new.execute("select pgqueue._arrive(array['job'], array[%s])", (str(id),))
         for conn in old, new:
@@ -526,7 +528,49 @@ def test_cut_off_before_any_statement_it_has_lost_and_doubled_nothing(two, monke
         )
 
 
-def test_what_is_too_much_for_one_call_moves_in_several(two, monkeypatch):
+@pytest.mark.parametrize(
+    "payload",
+    [
+        '{"amount": 12345678901234567890.123456789, "price": 1.10}',
+        "7" * 5000,
+        "[" * 1500 + "]" * 1500,
+        '"\\u0007 \\"鍵\\""',
+    ],
+    ids=["decimals", "digits", "depth", "text"],
+)
+def test_payloads_arrive_as_they_were_even_if_python_could_not_read_them(two, payload):
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        grow(*two, above=1000)
+        key = next(k for k in (f"key {n}" for n in range(99)) if place(k))
+        enqueue = "select pgqueue.enqueue('q', %s::jsonb, group_key => %s)"
+        old.execute(enqueue, (payload, key))
+        there = "select payload::text from pgqueue.job"
+        before = one(old, there)
+        assert move(two).returncode == 0
+        assert column(new, there) == [before]
+
+
+def test_what_is_too_much_for_one_transaction_moves_in_several(two, monkeypatch):
+    keys = [k for k in (f"key {n}" for n in range(99)) if place(k)]
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        grow(*two, above=1000)
+        for key in keys:
+            old.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
+        # That of one job is longer than a third of this.
+        monkeypatch.setattr("pgqueue.move.SIZE", 1000)
+        assert move_groups(two, 0, False) == 0
+        assert (one(old, COUNT), one(new, COUNT)) == (0, len(keys))
+        transactions = "select count(distinct xmin::text) from pgqueue.job"
+        assert len(keys) / 3 < one(new, transactions) <= len(keys)
+
+
+def test_a_group_that_is_too_large_stays_and_all_others_move(two):
     """Postgres holds no 256 MB in one jsonb."""
     keys = [k for k in (f"key {n}" for n in range(99)) if place(k)]
     with (
@@ -536,12 +580,99 @@ def test_what_is_too_much_for_one_call_moves_in_several(two, monkeypatch):
         grow(*two, above=1000)
         for key in keys:
             old.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
-        monkeypatch.setattr(psycopg.types.json.Jsonb, "__init__", refuse_many)
-        assert move_groups(two, 0, False) == 0
-        assert (one(old, COUNT), one(new, COUNT)) == (0, len(keys))
+        old.execute(
+            "select pgqueue.enqueue('q', jsonb_build_object('t', repeat('x', 27000000)), group_key => %s)"
+            " from generate_series(1, 10)",
+            (keys[3],),
+        )
+        moved = move(two, "--wait", "0", "--resume")
+        assert moved.returncode == 1
+        assert f"group '{keys[3]}' of queue 'q' is too large: " in moved.stderr
+        assert "and 1 are too large; call it again" in moved.stderr
+        assert column(old, "select distinct group_key from pgqueue.job") == [keys[3]]
+        assert one(new, COUNT) == len(keys) - 1
 
 
-def refuse_many(self, obj, dumps=None) -> None:
-    if len(obj) > 7:
-        raise psycopg.errors.ProgramLimitExceeded("too much")
-    self.obj, self.dumps = obj, dumps
+def test_a_move_that_fails_leaves_no_group_paused(two, monkeypatch):
+    """Here the same id is on both shards, as if both had been told a different above."""
+    first, second = [k for k in (f"key {n}" for n in range(99)) if place(k)][:2]
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        for conn in old, new:
+            conn.execute("select pgqueue.enqueue('busy', group_key => %s)", (first,))
+            conn.execute("select pgqueue.enqueue('same', group_key => %s)", (second,))
+        held = old.execute(
+            "select id, token from pgqueue.claim('busy', 'w')"
+        ).fetchone()
+        grow(*two, above=1000)
+        monkeypatch.setattr("pgqueue.move.CHUNK", 1)
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="both"):
+            move_groups(two, 0, False)
+        assert (
+            column(old, "select key from pgqueue.moving where what <> 'shards'") == []
+        )
+        old.execute("select pgqueue.complete(%s, %s)", held)
+        assert column(old, "select paused from pgqueue.queue where paused") == []
+        assert one(old, COUNT) == 1
+        assert one(new, COUNT) == 2
+
+
+def test_the_shards_must_agree_on_which_ids_they_hand_out(two):
+    for number, dsn in enumerate(two, 1):
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            conn.execute(
+                "select pgqueue.shard(%s, above => %s)", (number, number * 1000)
+            )
+    refused = move(two)
+    assert refused.returncode == 1
+    assert "of and above are (1024,2000), and (1024,1000) in the first" in (
+        refused.stderr
+    )
+
+
+def test_behind_a_pooler_it_is_refused(two, pooler):
+    """There its lock would be that of a session that others use as well."""
+    grow(*two, above=1000)
+    pool = pooler[: pooler.rindex("dbname=")]
+    refused = move([f"{pool} {dsn}" for dsn in two])
+    assert refused.returncode == 1
+    assert "is behind a pooler: name the server itself" in refused.stderr
+    with psycopg.connect(two[0]) as conn:
+        assert one(conn, MOVERS) == 0
+
+
+def test_an_old_shard_that_is_paused_stays_so(two):
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        grow(*two, above=1000)
+        old.execute("select pgqueue.pause('broken')")
+        old.execute("select pgqueue.pause()")
+        moved = move(two, "--resume")
+        assert moved.returncode == 0
+        assert "shard 1 is paused, and stays so" in moved.stderr
+        # The new one is not, except for what is paused on the old one, which is all.
+        paused = "select name from pgqueue.queue where paused order by 1"
+        assert column(old, paused) == column(new, paused)
+
+
+def test_a_schedule_moves_to_the_shard_of_its_group(two):
+    key = next(k for k in (f"key {n}" for n in range(99)) if place(k))
+    name = next(k for k in (f"name {n}" for n in range(99)) if not place(k))
+    with (
+        psycopg.connect(two[0], autocommit=True) as old,
+        psycopg.connect(two[1], autocommit=True) as new,
+    ):
+        grow(*two, above=1000)
+        old.execute(
+            "select pgqueue.schedule(%s, 'q', '@daily', group_key => %s),"
+            " pgqueue.schedule('own', 'q', '@daily', group_key => %s)",
+            (name, key, name),
+        )
+        assert move(two).returncode == 0
+        there = "select name, group_key from pgqueue.schedule"
+        assert new.execute(there).fetchall() == [(name, key)]
+        assert old.execute(there).fetchall() == [("own", name)]
