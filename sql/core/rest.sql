@@ -84,7 +84,25 @@ begin
 end;
 $$;
 
--- _until_due under the caps of a queue: also considers when a full cap has a free permit again.
+-- Which of these caps have a free permit that no other session has locked, as one does that may be taking it. Locks
+-- none itself. Relies on the planner settings of rest.
+create or replace function pgqueue._with_permits(queue text, caps pgqueue._cap[], moment timestamptz)
+    returns int[]
+    language plpgsql
+as $$
+declare
+    free record;
+begin
+    free := pgqueue._lock_free(queue, caps, array_fill(1, array[cardinality(caps)]), moment);
+    -- To release the locks.
+    raise sqlstate 'PQ000';
+exception when sqlstate 'PQ000' then
+    return coalesce(free.caps_of, '{}');
+end;
+$$;
+
+-- _until_due under the caps of a queue: also considers when a full cap has a free permit again. If what it finds may be
+-- somebody else's just now, the next claim may find nothing either, so it waits a little.
 create or replace function pgqueue._until_room(queue text, kinds text[], paused jsonb, moment timestamptz)
     returns interval
     language plpgsql
@@ -92,6 +110,8 @@ as $$
 declare
     caps pgqueue._cap[] := (pgqueue._in_force(queue)).caps;
     room record;
+    taken text[];
+    due interval;
     until interval;
 begin
     if pgqueue._is_held_off(queue, moment) then
@@ -107,19 +127,35 @@ begin
             select min(f.at) from (
                 select case when count(*) < (caps[f.cap]).most then moment
                     else min(case
-                        when p.is_held then p.free_at
-                        -- Its job is gone, or one held beyond the cap is: the next claim finds out.
-                        when p.place <= (caps[f.cap]).most then moment + interval '100 milliseconds'
+                        when p.is_held and p.free_at > moment then p.free_at
+                        -- Its lease has expired, its job is gone, or one held beyond the cap is: the next claim finds
+                        -- out, unless another session has locked the job.
+                        when p.is_held or p.place <= (caps[f.cap]).most then moment + interval '100 milliseconds'
                     end)
                 end as at
                 from unnest(room.full_caps) as f (cap)
-                left join lateral pgqueue._permits(queue, caps[f.cap], moment) as p on true
+                left join lateral pgqueue._permits(queue, caps[f.cap], moment) as p
+                    on not (caps[f.cap]).is_rate or p.place <= (caps[f.cap]).most
                 group by f.cap
             ) as f
         ) - moment;
     end if;
     if (room.jobs = 0) is not true then
-        until := least(until, pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment));
+        due := pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment);
+        if due <= '0' and current_setting('transaction_read_only') = 'off' then
+            taken := array(
+                select c.kind
+                from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
+                where c.nth <> all (pgqueue._with_permits(queue, caps, moment) || room.full_caps)
+            );
+            if taken <> '{}' then
+                due := case when '' <> all (taken)
+                    then pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds || taken), moment)
+                end;
+                due := case when due <= '0' then due else least(due, '100 milliseconds') end;
+            end if;
+        end if;
+        until := least(until, due);
     end if;
     return case when until < '0' then '0' else until end;
 end;

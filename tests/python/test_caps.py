@@ -102,6 +102,53 @@ def test_a_claim_that_is_rolled_back_takes_nothing(db, connect, scope):
     assert len(claim(other)) == 1
 
 
+PAUSE = "select pgqueue.rest('{q}', park => false) >= interval '40 milliseconds'"
+
+
+@scopes
+def test_nobody_looks_again_and_again_while_a_claim_is_open(db, connect, scope):
+    """Its permit is locked, and looks free."""
+    other = connect()
+    configure(db, scope)
+    enqueue(db, 2)
+    with db.transaction(force_rollback=True):
+        assert len(claim(db)) == 1
+        assert claim(other) == {}
+        assert [one(other, PAUSE) for _ in range(3)] == [True] * 3
+    # Nor did the looks keep the permit.
+    assert len(claim(db)) == 1
+
+
+@pytest.mark.parametrize("scope", RUNNING)
+def test_nobody_looks_again_and_again_while_a_job_with_an_expired_lease_is_locked(
+    db, connect, scope
+):
+    """As by the handler that `work` calls, however long that takes."""
+    other = connect()
+    configure(db, scope)
+    enqueue(db, 2)
+    ((id, _),) = claim(db).items()
+    db.execute("update pgqueue.job set lease_expires_at = now() where id = %s", (id,))
+    with db.transaction():
+        db.execute("select from pgqueue.job where id = %s for update", (id,))
+        assert claim(other) == {}
+        assert [one(other, PAUSE) for _ in range(3)] == [True] * 3
+    assert len(claim(other)) == 1
+
+
+def test_a_job_of_a_kind_whose_cap_is_free_is_not_waited_for(db, connect):
+    """Beside one of a kind whose last permit an open claim has locked."""
+    other = connect()
+    configure(db, "max_running of a kind")
+    enqueue(db, 2)
+    with db.transaction(force_rollback=True):
+        assert len(claim(db)) == 1
+        assert claim(other) == {}
+        other.execute("select pgqueue.enqueue('q', kind => 'y')")
+        assert one(other, PAUSE) is False
+        assert len(claim(other)) == 1
+
+
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("scope", RUNNING)
 @pytest.mark.parametrize("end", ENDS)
