@@ -423,8 +423,18 @@ begin
     end if;
     -- A due ticket that a claim has left in place is for jobs that it may not take.
     first_at := least(until, (
-        -- Behind a job for others the next one may be free without notice: when that begins, or has expired.
-        select min(greatest(t.at, j.run_at, case when is_strict and j.nth > 1 then moment + interval '1 second' end))
+        -- Behind a job for others the next one may be free without notice: when that begins, or has expired. So it
+        -- may while a retry for others has the permit.
+        select min(greatest(t.at, j.run_at, case
+            when is_strict and (j.nth > 1 or j.nth = 1 and exists (
+                select
+                from pgqueue.permit as p
+                cross join lateral (select k.* from pgqueue.job as k where k.id = p.job_id offset 0) as k
+                where pgqueue._is_permit_of(p, _until_ticket.queue, '', t.group_key)
+                    and pgqueue._is_kept(p, k, moment)
+                    and not pgqueue._is_wanted(k.kind, k.group_key, _until_ticket.kinds, _until_ticket.paused)
+            )) then moment + interval '1 second'
+        end))
         from (
             (
                 select t.at, t.group_key
