@@ -163,12 +163,17 @@ async def set_up(conn: Any) -> None:
     conn.prepare_threshold = None
     if not await is_pooled(conn):
         # Compiling a plan takes longer than any of our statements. A short timeout might cancel
-        # the same call again and again; a long one is what a worker's deadlines are for.
+        # the same call again and again; a long one is what a worker's deadlines are for. A call
+        # that was given up need not wait for a lock any more; not all systems can tell.
         settings = (
             f"set statement_timeout = 0; set {SEARCH_PATH}; set jit = off;"
             " set idle_session_timeout = 0;"
-            " set default_transaction_isolation = 'read committed'"
+            " set default_transaction_isolation = 'read committed';"
+            " do $$ begin set client_connection_check_interval = '2 s';"
+            " exception when invalid_parameter_value then null; end $$"
         )
+        if conn.info.server_version >= 170000:
+            settings = f"set transaction_timeout = 0; {settings}"
         await settled(conn.execute(settings))
         conn.prepare_threshold = 0
 

@@ -138,7 +138,35 @@ begin
             'Omit it for a job that may begin at any time.'
         ]
         when num_nonnulls(priority, run_at) > 0 then pgqueue._check_ranges(priority, run_at)
+        when headers is not null then pgqueue._check_length('headers', headers)
     end;
+end;
+$$;
+
+-- Refuses a value that no client could read, because Postgres makes no text of 1 GB: the claim of such a job would fail,
+-- and nothing in its queue would run (54000). A number like 1e131071 takes a dozen bytes.
+create or replace function pgqueue._check_length(what text, value jsonb)
+    returns text[]
+    language plpgsql
+    immutable
+as $$
+declare
+    bytes int;
+begin
+    -- As an element of an array it is uncompressed; as a value of a table it may not be.
+    if (pg_column_size((array[value])[1]) > 65536) is not true then
+        return null;
+    end if;
+    begin
+        bytes := octet_length(value::text);
+    exception when program_limit_exceeded or out_of_memory then
+        null;
+    end;
+    return case when (bytes <= 400000000) is not true then array[
+        what || ' is too long as text',
+        format('It has %s bytes of at most 400000000.', coalesce(bytes::text, 'more than 1000000000')),
+        'A number such as 1e100000 has as many digits: pass it as a string.', '54000'
+    ] end;
 end;
 $$;
 
@@ -157,7 +185,7 @@ begin
         format('It has %s bytes of at most %s.', bytes, max_bytes),
         'Store large content elsewhere and enqueue its location, or configure max_payload_bytes.',
         '54000'
-    ] end;
+    ] else pgqueue._check_length('payload', payload) end;
 end;
 $$;
 
@@ -196,6 +224,13 @@ begin
             select pgqueue._check_payload(given.payload, given.max_bytes)
             from unnest(payloads, max_bytes) as given (payload, max_bytes)
             where pg_column_size(given.payload) > given.max_bytes
+            limit 1
+        ) end,
+        case when pg_column_size(payloads || '{}'::jsonb[]) > 65536 then (
+            select c.problem
+            from unnest(payloads) as given (payload)
+            cross join lateral (select pgqueue._check_length('every payload', given.payload) as problem offset 0) as c
+            where c.problem is not null
             limit 1
         ) end
     );

@@ -576,7 +576,9 @@ begin
             f.at is not null and bool_or(t.at <= f.at or t.is_blocked and not exists (
                 select
                 from pgqueue.permit as p
-                where pgqueue._is_permit_of(p, l.queue, '', l.group_key) and p.free_at <= moment
+                where pgqueue._is_permit_of(p, l.queue, '', l.group_key)
+                    -- Or the clock was set back: see _forget_future.
+                    and (p.free_at <= moment or p.is_rate and p.taken_at > moment + interval '1 second')
             )) is not true as is_missing,
             -- If it has been due for a second, another session may keep it locked.
             count(*) > 1 or min(t.at) < moment - interval '1 second' as is_doubtful,

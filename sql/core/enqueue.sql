@@ -288,6 +288,10 @@ begin
             refused := pgqueue._refuse(pgqueue._bad_name('kind', kind));
         end if;
     end if;
+    -- Compressed it may be much larger.
+    if pg_column_size(payload) > 250 then
+        refused := pgqueue._refuse(pgqueue._check_length('payload', payload));
+    end if;
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> fold % 63 & 1 = 1 then
         -- As one value: "select f.*" would take the row apart and put it together again.
         settings := (select f from pgqueue.queue_in_force as f where f.queue = enqueue.queue collate "default");

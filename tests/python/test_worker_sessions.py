@@ -145,17 +145,20 @@ def test_other_peoples_sessions_behind_a_pooler_stay_as_they_are(
     assert all_backends(pooler, look) == before
 
 
-def test_a_statement_timeout_is_not_for_the_calls_of_a_worker(db, dsn) -> None:
+@pytest.mark.parametrize("timeout", ["statement_timeout", "transaction_timeout"])
+def test_a_timeout_is_not_for_the_calls_of_a_worker(db, dsn, timeout) -> None:
     """Whose plans each new session makes anew: one too short would never let it go on."""
-    db.execute(f"alter database {db.info.dbname} set statement_timeout = '2s'")
+    if timeout == "transaction_timeout" and db.info.server_version < 170000:
+        pytest.skip("there is none before Postgres 17")
+    db.execute(f"alter database {db.info.dbname} set {timeout} = '2s'")
     with closing(psycopg.connect(dsn, autocommit=True)) as conn:
         run_without_loop(database.set_up(conn))
-        assert one(conn, "show statement_timeout") == "0"
+        assert one(conn, f"show {timeout}") == "0"
     app = pgqueue.App()
 
     @app.job("shows", transaction=True)
     def shows(job: pgqueue.Job) -> str:
-        return one(job.connection, "show statement_timeout")
+        return one(job.connection, f"show {timeout}")
 
     pgqueue.enqueue(db, QUEUE, kind="shows")
     pgqueue.Worker(app, {QUEUE: 1}, dsn=dsn, burst=True).run()

@@ -308,3 +308,24 @@ def test_it_is_known_which_psycopg_does_not_notice_silence() -> None:
     assert notices_silence()
     said = [notices_silence(v) for v in ("3.2", "3.2.10", "3.2.11", "3.3", "3.10.dev1")]
     assert said == [False, False, True, True, True]
+
+
+def test_calls_that_were_given_up_do_not_pile_up_behind_a_lock(db, workers, connect):
+    """As behind a VACUUM FULL, until no session is left for others."""
+    waiting = f"select pid {OF_WORKERS} and wait_event_type = 'Lock'"
+    seen: set[int] = set()
+
+    def see() -> int:
+        found = set(column(observer, waiting))
+        seen.update(found)
+        return len(found)
+
+    observer = connect()
+    workers.start("--call-timeout", "0.3", "--poll-interval", "0.1")
+    wait_until(lambda: one(db, RESTING) == 1)
+    with db.transaction():
+        db.execute("lock table pgqueue.job in access exclusive mode")
+        wait_until(lambda: (see(), len(seen))[1] >= 6)
+        wait_until(lambda: see() <= 2)
+    pgqueue.enqueue(db, QUEUE, kind="mark")
+    wait_until(lambda: outcomes(db) == {"completed": 1})

@@ -170,6 +170,14 @@ select is(pg_temp.claimed('rk', 10), 'b10', 'and it is passed over');
 select pg_temp.pass('rk', '1 minute');
 select is(pg_temp.claimed('rk', 10), 'a2 b8', 'until the period is over');
 
+-- of a group whose jobs began while the clock was ahead
+select pgqueue.configure('ahead', group_key => '*', rate_limit => 2, rate_period => '1 second');
+select pg_temp.fill('ahead', 'k', 9, 'a');
+select is(pg_temp.claimed('ahead', 10), 'ka2', 'as many begin as its rate allows');
+select pg_temp.claimed('ahead', 10);
+select pg_temp.pass('ahead', '-1 year');
+select is(pg_temp.claimed('ahead', 10), 'ka2', 'and as many when the clock is right again');
+
 -- of each group, and of one
 select pgqueue.configure('g', group_key => '*', rate_limit => 2, rate_period => '1 minute');
 select pgqueue.configure('g', group_key => 'big', rate_limit => 3);

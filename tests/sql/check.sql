@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(88);
+select plan(92);
 
 select lives_ok(
     format(
@@ -102,6 +102,20 @@ from (values
     ($$discard_many(max_jobs => 0)$$),
     ($$reap(0)$$)
 ) as b (call);
+-- What no client could read, since Postgres makes no text of 1 GB: few bytes, but many digits
+create temp table long as
+select to_jsonb(array_fill(1e131071, array[4200])) as value, jsonb_build_object('h', array_fill(1e131071, array[4200])) as object;
+select throws_like(f.call, '%is too long as text', 'too long as text: ' || f.call)
+from (
+    values
+        ($$select pgqueue.enqueue('q', value) from long$$),
+        ($$select pgqueue.enqueue('q', headers => object) from long$$),
+        ($$select pgqueue.enqueue_many('q', array['1', value, '{}']) from long$$)
+) as f (call);
+select lives_ok(
+    $$select pgqueue.enqueue_many('long', array[to_jsonb(repeat('x', 100000))])$$,
+    'a large one that is not too long is accepted'
+);
 select is(
     (select count(*) from pgqueue.job where queue = 'q'), 0::bigint, 'a call with a bad argument stores no job'
 );
