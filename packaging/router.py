@@ -5,6 +5,7 @@ pgqueue has just been installed. ROUTES says where each function goes; one that 
 stops the build, so that the router can never lag behind.
 """
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,9 +53,21 @@ DOWN = (
     " or read_only_sql_transaction"
 )
 HEAD = Path(__file__).with_name("router.sql")
-SEARCH_PATH = (
+# PL/Proxy passes times and intervals as text, in the style of the session, and reads them in that style.
+STYLE = {"datestyle": "'ISO, YMD'", "intervalstyle": "'postgres'"}
+STYLED = "".join(f"    set {name} = {value}\n" for name, value in STYLE.items())
+SETTINGS = (
     "    set search_path = pg_catalog, pg_temp\n    set client_min_messages = warning\n"
+    + STYLED
 )
+# A shard may have another style. Only until the end of the call: a pooler may lend its session to others.
+IN_STYLE = "where (select pg_catalog.concat({})) is not null".format(
+    ", ".join(
+        f"pg_catalog.set_config('{name}', {value}, true)"
+        for name, value in STYLE.items()
+    )
+)
+HAS_TIMES = re.compile(r"timestamp|interval|pgqueue\.job")
 FUNCTIONS = """
 select p.proname, p.proretset, t.oid = 'void'::regtype, pg_get_function_arguments(p.oid),
     pg_get_function_result(p.oid), pg_get_functiondef(p.oid), obj_description(p.oid, 'pg_proc'),
@@ -106,6 +119,8 @@ class Function:
         taken = [f"{n} {t}" for n, t in zip(self.names, self.types, strict=True)]
         what = f"pgqueue.{self.name}({', '.join(self.names)})"
         select = f"{what}::text" if self.is_void else f"* from {what}"
+        if HAS_TIMES.search(self.result):
+            select += f"\n    {IN_STYLE}"
         return (
             f"create function pgqueue._on_{self.name}({', '.join(['on_place int', *taken])})\n"
             f"    returns {self.returns}\n    language plproxy\nas $$\n"
@@ -116,7 +131,7 @@ class Function:
         declared = f"declare\n{declare}" if declare else ""
         return (
             f"create function pgqueue.{self.name}({self.arguments})\n    returns {self.result}\n"
-            f"    language plpgsql\n{SEARCH_PATH}as $$\n#variable_conflict use_column\n"
+            f"    language plpgsql\n{SETTINGS}as $$\n#variable_conflict use_column\n"
             f"{declared}begin\n{body}end;\n$$;\n"
         )
 
@@ -330,10 +345,12 @@ def view(name: str, columns: list[str], comment: str) -> str:
     names = [column.split(" ")[0] for column in columns]
     shown = ", ".join(f"v.{n}" for n in names if n != "shard")
     title = comment.partition("\n\n")[0].replace("'", "''")
+    has_times = HAS_TIMES.search(", ".join(columns))
+    in_style = f"\n    {IN_STYLE}" if has_times else ""
     return (
         f"create function pgqueue._on_{name}(on_place int)\n    returns table ({', '.join(columns)})\n"
-        f"    language plproxy\nas $$\n    cluster 'pgqueue';\n    run on on_place;\n"
-        f"    select {', '.join(names)} from pgqueue.{name};\n$$;\n"
+        f"    language plproxy\n{STYLED if has_times else ''}as $$\n    cluster 'pgqueue';\n    run on on_place;\n"
+        f"    select {', '.join(names)} from pgqueue.{name}{in_style};\n$$;\n"
         f"create view pgqueue.{name} as\nselect u.place + 1 as shard, {shown}\nfrom pgqueue._up(reads => true) as u (place)\n"
         f"cross join lateral pgqueue._on_{name}(u.place) as v;\n"
         f"comment on view pgqueue.{name} is\n'Of all shards that answer. {title}';\n"

@@ -172,6 +172,7 @@ create function pgqueue.rest(queues text[], kinds text[] default null, park bool
     language sql
     set search_path = pg_catalog, pg_temp
     set client_min_messages = warning
+    set intervalstyle = 'postgres'
 as $$
     select least(min(pgqueue._on_rest(u.place, rest.queues, rest.kinds, false)), interval '5 seconds')
     from pgqueue._up(reads => true) as u (place)

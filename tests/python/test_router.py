@@ -359,6 +359,47 @@ def test_views_are_those_of_all_shards(routed):
     )
 
 
+@pytest.mark.parametrize("of_shards", [False, True], ids=["of router", "of shards"])
+@pytest.mark.parametrize(
+    "style",
+    [
+        {"datestyle": "SQL, DMY", "intervalstyle": "sql_standard"},
+        {"datestyle": "SQL, MDY", "timezone": "Asia/Kolkata"},
+        {"datestyle": "Postgres, DMY", "timezone": "Asia/Shanghai"},
+        {"datestyle": "German", "intervalstyle": "iso_8601"},
+    ],
+    ids=lambda style: style["datestyle"],
+)
+def test_times_are_the_same_in_any_style(routed, style, of_shards):
+    """PL/Proxy passes them as text."""
+    changed = routed.shards if of_shards else [routed.db]
+    for name in [conn.info.dbname for conn in changed]:
+        for setting, value in style.items():
+            routed.db.execute(f"alter database {name} set {setting} = '{value}'")
+    at = "2027-02-01 10:00:00.123456+00"
+    lease = "-1 days +27:00:00.5"
+    epoch = "select array_agg(distinct extract(epoch from {})::numeric) from {}".format
+    with psycopg.connect(dbname=routed.db.info.dbname, autocommit=True) as db:
+        if not of_shards:
+            assert one(db, "show datestyle") != one(routed.db, "show datestyle")
+        moment = one(db, "select extract(epoch from %s::timestamptz)", at)
+        id = one(db, "select pgqueue.enqueue('q', run_at => %s, group_key => 'a')", at)
+        there = routed.shards[home(id) - 1]
+        assert one(there, epoch("run_at", "pgqueue.job")) == [moment]
+        for where in f"pgqueue.status({id})", "pgqueue.jobs":
+            assert one(db, epoch("run_at", where)) == [moment]
+        slot = "timestamptz '2027-02-01 11:00+00'"
+        slots = f"pgqueue.next_slots('@hourly', after => '{at}', slots => 1) as slot"
+        assert one(db, f"select slot = {slot} from {slots}") is True
+        rest = one(db, "select extract(epoch from pgqueue.rest(array['q']))")
+        assert 0 < rest <= 5
+        one(db, "select pgqueue.run_now(%s)", id)
+        claim = "select lease_expires_at - claimed_at = %s, (terms).expires_at is null from pgqueue.claim('q', 'w', lease => %s)"
+        assert db.execute(claim, (lease, lease)).fetchall() == [(True, True)]
+        left = "select lease_left between '2 hours' and '3 hours 1 second' from pgqueue.running"
+        assert one(db, left) is True
+
+
 def test_one_shard_that_is_down_leaves_the_others_to_work_with(routed):
     db = routed.db
     for key in KEYS[:20]:
