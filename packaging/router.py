@@ -119,6 +119,11 @@ class Function:
         taken = [f"{n} {t}" for n, t in zip(self.names, self.types, strict=True)]
         what = f"pgqueue.{self.name}({', '.join(self.names)})"
         select = f"{what}::text" if self.is_void else f"* from {what}"
+        if self.name in ("claim", "claim_from"):
+            # A session of the router outlives that of the shard. The argument has it called first.
+            worker = "case when f.skipped is not null then worker end"
+            what = what.replace(", worker,", f", {worker},")
+            select = f"c.* from pgqueue.after_failover() as f (skipped) cross join lateral {what} as c"
         if HAS_TIMES.search(self.result):
             select += f"\n    {IN_STYLE}"
         return (

@@ -102,6 +102,26 @@ def routed(template: str, script: str) -> Iterator[Routed]:
         admin.execute(f"drop database {name} with (force)")
 
 
+@contextlib.contextmanager
+def connected_as(role: str, routed: Routed) -> Iterator[psycopg.Connection]:
+    """A session of the router whose role has the rights of the page, and the same name on the shards."""
+    db = routed.db
+    db.execute(
+        f"alter role {role} login; grant usage on schema pgqueue to {role};"
+        f" grant execute on all functions in schema pgqueue to {role};"
+        f" grant select on all tables in schema pgqueue to {role};"
+        f" grant usage on foreign server pgqueue to {role};"
+        f" create user mapping for {role} server pgqueue options (user '{role}')"
+    )
+    try:
+        with psycopg.connect(dbname=db.info.dbname, user=role, autocommit=True) as conn:
+            yield conn
+    finally:
+        db.execute(f"drop user mapping for {role} server pgqueue; drop owned by {role}")
+        for shard in routed.shards:
+            shard.execute(f"drop owned by {role}")
+
+
 def home(id: int) -> int:
     """The number of the shard that has given out an id."""
     return (id - 1) % 1024 + 1
@@ -357,6 +377,27 @@ def test_views_are_those_of_all_shards(routed):
     assert all(
         '{shard="' in line for line in text.splitlines() if line and line[0] != "#"
     )
+
+
+@pytest.mark.parametrize("claim", ["claim('q', 'w')", "claim_from(array['q'], 'w')"])
+def test_a_claim_after_a_failover_of_a_shard_skips_tokens(routed, role, claim):
+    """Also in a session of the router that was open before, and as a worker; once, and before the token is taken."""
+    db = routed.db
+    for shard in routed.shards:
+        shard.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
+    with connected_as(role, routed) as conn:
+        lease = f"select id, token from pgqueue.{claim}"
+        for _ in range(2):
+            one(db, "select pgqueue.enqueue('q', group_key => 'a')")
+        (before,) = conn.execute(lease).fetchall()
+        shard = routed.shards[home(before[0]) - 1]
+        # As on the standby that the list of the shards now leads to.
+        shard.execute("select setval('pgqueue._cell_timeline', 7)")
+        (after,) = conn.execute(lease).fetchall()
+        assert after[1] - before[1] > 1_000_000 * 1024
+        one(db, "select pgqueue.enqueue('q', group_key => 'a')")
+        (last,) = conn.execute(lease).fetchall()
+        assert last[1] - after[1] == 1024
 
 
 @pytest.mark.parametrize("of_shards", [False, True], ids=["of router", "of shards"])
@@ -748,22 +789,15 @@ def test_a_shard_that_hangs_holds_up_what_needs_it_until_the_list_names_another(
 def test_a_role_may_do_through_the_router_what_it_may_on_the_shards(routed, role):
     """As the page has it: the shards decide, by the role with which the router connects."""
     db = routed.db
-    db.execute(f"alter role {role} login; grant usage on schema pgqueue to {role}")
-    db.execute(f"grant execute on all functions in schema pgqueue to {role}")
-    db.execute(f"grant select on all tables in schema pgqueue to {role}")
-    db.execute(f"grant usage on foreign server pgqueue to {role}")
-    db.execute(f"create user mapping for {role} server pgqueue options (user '{role}')")
-    name = db.info.dbname
 
     def allowed(call: str) -> bool:
-        with psycopg.connect(dbname=name, user=role, autocommit=True) as conn:
-            try:
-                conn.execute(f"select {call}")
-            except errors.InsufficientPrivilege:
-                return False
-            except psycopg.DatabaseError as error:
-                assert error.sqlstate in ("PQ001", "PQ002"), error
-            return True
+        try:
+            conn.execute(f"select {call}")
+        except errors.InsufficientPrivilege:
+            return False
+        except psycopg.DatabaseError as error:
+            assert error.sqlstate in ("PQ001", "PQ002"), error
+        return True
 
     calls = {
         "producer": ["pgqueue.enqueue('q', group_key => 'a')", "pgqueue.emit('e')"],
@@ -778,19 +812,17 @@ def test_a_role_may_do_through_the_router_what_it_may_on_the_shards(routed, role
         ("worker", "producer"),
         ("operator", "producer"),
     }
-    for kind in calls:
-        db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
-        for other, of_other in calls.items():
-            first, *more = (allowed(call) for call in of_other)
-            if kind == other:
-                assert all([first, *more]), (kind, other)
-            elif (kind, other) not in both:
-                assert not any([first, *more]), (kind, other)
-        db.execute("select pgqueue.revoke_access(%s, %s)", (role, kind))
-    assert not allowed(calls["producer"][0])
-    db.execute(f"drop user mapping for {role} server pgqueue; drop owned by {role}")
-    for shard in routed.shards:
-        shard.execute(f"drop owned by {role}")
+    with connected_as(role, routed) as conn:
+        for kind in calls:
+            db.execute("select pgqueue.grant_access(%s, %s)", (role, kind))
+            for other, of_other in calls.items():
+                first, *more = (allowed(call) for call in of_other)
+                if kind == other:
+                    assert all([first, *more]), (kind, other)
+                elif (kind, other) not in both:
+                    assert not any([first, *more]), (kind, other)
+            db.execute("select pgqueue.revoke_access(%s, %s)", (role, kind))
+        assert not allowed(calls["producer"][0])
 
 
 @pytest.mark.parametrize(
