@@ -20,8 +20,12 @@ ROUTES = {
     "close_batch": ("find", "pgqueue._home(batch_id, shards)"),
     "enqueue_many": ("keys", None),
     **dict.fromkeys(
-        "status result await why cancel run_now reprioritize rerun complete fail progress save_step steps suspend results_of".split(),
+        "status result await why cancel run_now reprioritize rerun steps".split(),
         ("find", "pgqueue._home(job_id, shards)"),
+    ),
+    **dict.fromkeys(
+        "complete fail progress save_step suspend results_of".split(),
+        ("find", "pgqueue._home(token, shards)"),
     ),
     **dict.fromkeys(
         ("redrive_job", "discard"), ("find", "pgqueue._home(dead_id, shards)")
@@ -46,6 +50,18 @@ ROUTES = {
     **dict.fromkeys(("rest", "health", "metrics", "shard_of"), ("own", None)),
     # Triggers are where the rows are; a shard gets its number itself.
     **dict.fromkeys(("enqueue_row", "shard"), ("none", None)),
+}
+# What a shard also says of a job that has moved from it, if its log still has an attempt: another may know better.
+# For steps, it is that there are none.
+IS_GONE = (
+    "exists (select from pgqueue._on_status(place, job_id) as s where s.state = 'gone')"
+)
+WEAK = {
+    "status": "answer.state = 'gone'",
+    "why": "answer like 'gone;%'",
+    "result": f"case when answer is null then {IS_GONE} end",
+    "await": f"case when answer = '0' then {IS_GONE} end",
+    "steps": "false",
 }
 # What says that a shard is down, or read-only.
 DOWN = (
@@ -152,24 +168,56 @@ def one(f: Function, place: str) -> str:
 
 
 def find(f: Function, home: str) -> str:
-    """Go to where the id says it is, and to the others if that was moved."""
-    done = (
-        ""
-        if f.answer("").startswith("return ") and not f.is_set
-        else "            return;\n"
+    """Go to where the id or token says it is, and to the others if that was moved, or that shard is down.
+
+    If none knows it, a shard that is down might. But a lease cannot have moved, and steps are asked for by
+    workers whose jobs seldom have any: for these it matters only that the first one to ask is up.
+    """
+    call = f.call()
+    stop = "            return;\n" if f.is_set or f.is_void else ""
+    ask, declare, weakly = f"            {f.answer(call)}\n{stop}", "", ""
+    note, matters = "", "down is not null"
+    if f.name in WEAK:
+        weak = qualified(f, WEAK[f.name])
+        ask = f"            answer := {call};\n"
+        then, unless = "return answer", f"({weak}) is not true"
+        declare = f"    answer {f.result};\n"
+        if f.is_set:
+            ask = f"            return query select * from {call} as answer where ({weak}) is not true;\n"
+            then, unless, declare = "return", "found", ""
+        ask += f"            if {unless} then\n                {then};\n            end if;\n"
+        ask += "            weak_at := coalesce(weak_at, place);\n"
+        declare += "    weak_at int;\n"
+        weakly = (
+            f"    if weak_at is not null then\n        {f.answer(f.call('weak_at'))}\n"
+            + ("        return;\n" if stop else "")
+            + "    end if;\n"
+        )
+    if f.name == "steps":
+        matters += " and down_at = home"
+    elif "token" in f.names:
+        note = (
+            "                is_lost := is_lost or place = home and code = 'PQ002';\n"
+        )
+        declare += "    is_lost boolean := false;\n"
+        is_old = qualified(f, home.replace("_home", "_is_old"))
+        matters += f" and not (is_lost and (down_at > 0 or not {is_old}))"
+    stacked = (
+        "                get stacked diagnostics code = returned_sqlstate, said = message_text,\n"
+        "                    detail = pg_exception_detail, hint = pg_exception_hint;\n"
     )
     return f.public(
         "    for place in select n from generate_series(0, shards - 1) as n order by n <> home, n loop\n        begin\n"
-        f"            {f.answer(f.call())}\n{done}"
-        "        exception\n            when sqlstate 'PQ001' or sqlstate 'PQ002' then\n"
-        "                get stacked diagnostics code = returned_sqlstate, said = message_text,\n"
-        "                    detail = pg_exception_detail, hint = pg_exception_hint;\n"
-        "                problem := coalesce(problem, array[code, said, detail, hint]);\n"
-        f"            when {DOWN} then\n"
-        "                if place = home then\n                    raise;\n                end if;\n"
-        "        end;\n    end loop;\n    perform pgqueue._raise(problem);\n",
-        f"    shards int := pgqueue._count();\n    home int := {qualified(f, home)};\n    place int;\n    problem text[];\n"
-        "    code text;\n    said text;\n    detail text;\n    hint text;\n",
+        f"{ask}        exception\n            when sqlstate 'PQ001' or sqlstate 'PQ002' then\n{stacked}"
+        f"                problem := coalesce(problem, array[code, said, detail, hint]);\n{note}"
+        f"            when {DOWN} then\n{stacked}"
+        "                down := coalesce(down, array[code, said, detail, hint]);\n"
+        "                down_at := coalesce(down_at, place);\n"
+        f"        end;\n    end loop;\n    if {matters} then\n        perform pgqueue._raise(down);\n    end if;\n"
+        f"{weakly}    perform pgqueue._raise(problem);\n",
+        f"    shards int := pgqueue._count();\n    home int := {qualified(f, home)};\n    place int;\n"
+        "    problem text[];\n    down text[];\n    down_at int;\n"
+        f"{declare}    code text;\n    said text;\n    detail text;\n    hint text;\n",
     )
 
 
@@ -243,7 +291,7 @@ def split(f: Function, _: None) -> str:
     """Send to each shard the leases of its tokens, in one call, and the lost ones to the others.
 
     A job may have moved since its id was given out, but not while a lease is held; only a token that is
-    older than the shards may be of any.
+    older than the shards is of the first.
     """
     arrays = [n for n, t in zip(f.names, f.types, strict=True) if t.endswith("[]")]
     job_ids, tokens, *others = (f"{f.name}.{n}" for n in arrays)
@@ -284,7 +332,14 @@ def split(f: Function, _: None) -> str:
         "            for n in 1 .. cardinality(which) loop\n"
         "                said[which[n]] := case when said[which[n]] = 'lost' then got[n] else said[which[n]] end;\n"
         "            end loop;\n        end loop;\n    end loop;\n"
-        "    if problem is not null then\n        perform pgqueue._raise(problem);\n    end if;\n"
+        "    if 'lost' = any (said) then\n"
+        "        if problem is null and 0 <> all (places) and pgqueue._is_old((\n"
+        f"            select min(i.token) from unnest({tokens}, said) as i (token, said)\n"
+        "            where i.said = 'lost' and pgqueue._home(i.token, shards) > 0\n"
+        "        ), shards) then\n"
+        "            problem := array['XX000', 'shard 1 is down', 'It may hold the lease.', 'Look at pgqueue.shards().'];\n"
+        "        end if;\n"
+        "        if problem is not null then\n            perform pgqueue._raise(problem);\n        end if;\n    end if;\n"
         f"    return query {answer};\n",
         f"    is_odd boolean := coalesce({' or '.join(lengths)}, false) or {job_ids} is null\n"
         f"        or {tokens} is null or array_ndims({job_ids}) > 1;\n"
@@ -321,7 +376,7 @@ def by_keys(f: Function, _: None) -> str:
         "        end loop;\n    end loop;\n    return query select i.id from unnest(ids) as i (id);\n",
         "    shards int := pgqueue._count();\n"
         f"    -- What has no key goes to one shard.\n    other int := case when {batch} is not null\n"
-        f"        then pgqueue._home({batch}, shards) else pgqueue._any() end;\n"
+        f"        then pgqueue._place(array[{batch}], null, null) else pgqueue._any() end;\n"
         f"    is_odd boolean := coalesce(cardinality({unique_keys}) <> cardinality({payloads})\n"
         f"        or cardinality({group_keys}) <> cardinality({payloads}) or array_ndims({payloads}) > 1, false);\n"
         "    places int[];\n    place int;\n    which int[];\n    got bigint[];\n    ids bigint[] := '{}';\n",

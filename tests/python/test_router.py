@@ -17,6 +17,7 @@ import pytest
 import scale_demo
 from cluster import Cluster
 from conftest import column, database, one
+from pgqueue.move import move_groups
 from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 from test_worker_stop import frozen
@@ -25,6 +26,10 @@ from worker_harness import pooler, wait_until  # noqa: F401 (a fixture)
 REPO = Path(__file__).resolve().parents[2]
 SHARDS = 3
 KEYS = [f"key {n}" for n in range(60)]
+KEYS_OF = [
+    [key for key in KEYS if pgqueue.shard_of(key, SHARDS) == place]
+    for place in range(SHARDS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +73,11 @@ class Routed:
 
 
 @pytest.fixture
-def routed(template: str, script: str) -> Iterator[Routed]:
+def routed(
+    template: str, script: str, request: pytest.FixtureRequest
+) -> Iterator[Routed]:
+    """The parameter: what the first of them has done before it became a shard."""
+    before = getattr(request, "param", None)
     with psycopg.connect(dbname="postgres", autocommit=True) as admin:
         there = one(
             admin, "select count(*) from pg_available_extensions where name = 'plproxy'"
@@ -93,8 +102,11 @@ def routed(template: str, script: str) -> Iterator[Routed]:
                 "create user mapping for public server pgqueue"
             )
             routed = Routed(db, dsns)
+            if before:
+                routed.shards[0].execute(before)
+            above = 1_000_000 if before else None
             for number, shard in enumerate(routed.shards, 1):
-                shard.execute("select pgqueue.shard(%s)", (number,))
+                shard.execute("select pgqueue.shard(%s, above => %s)", (number, above))
             yield routed
             for shard in routed.shards:
                 shard.close()
@@ -191,7 +203,7 @@ def calls(routed, query: str) -> Counter[str]:
     db.execute("set track_functions = 'all'")
     counted = (
         "select funcname, calls from pg_stat_xact_user_functions where schemaname = 'pgqueue'"
-        " and funcname in ('_count', '_list', '_place', '_problem')"
+        " and funcname in ('_count', '_is_old', '_list', '_place', '_problem')"
     )
     with db.transaction():
         before = Counter(dict(db.execute(counted).fetchall()))
@@ -270,6 +282,157 @@ def test_a_job_that_was_moved_is_found_where_it_is(routed):
     assert one(routed.db, "select state from pgqueue.status(%s)", job) == "ready"
     routed.db.execute("select pgqueue.run_now(%s)", (job,))
     assert one(routed.db, "select pgqueue.cancel(%s)", job) == "cancelled"
+
+
+def moved(routed: Routed, *statements: str) -> int:
+    """Enqueue a job on shard 1, do this to it there, and move it to shard 2, where it belongs."""
+    old = routed.shards[0]
+    id = one(old, "select pgqueue.enqueue('q', group_key => %s)", KEYS_OF[1][0])
+    for statement in statements:
+        old.execute(statement)
+    assert move_groups([shard.info.dsn for shard in routed.shards], 1, False) == 0
+    assert home(id) == 1
+    return id
+
+
+CLAIM = "select id, token from pgqueue.claim('q', 'w')"
+STEP = "select pgqueue.save_step(id, token, 's', '1') from pgqueue.job"
+FAIL = "select pgqueue.fail(id, token, 'e', '1 hour') from pgqueue.job"
+DIE = "select pgqueue.fail(id, token, 'e', permanent => true) from pgqueue.job"
+
+
+def test_a_job_that_has_failed_before_it_was_moved_is_not_gone(routed):
+    """Its old shard still has the attempt in its log."""
+    db = routed.db
+    id = moved(routed, CLAIM, FAIL)
+    state = "select state from pgqueue.status(%s)"
+    assert one(db, state, id) == "scheduled"
+    assert not one(db, "select pgqueue.why(%s)", id).startswith("gone")
+    assert one(db, "select pgqueue.await(%s) > '0'", id) is True
+    assert one(db, "select pgqueue.result(%s)", id) is None
+    db.execute("select pgqueue.run_now(%s)", (id,))
+    there = routed.shards[1]
+    there.execute(
+        "select pgqueue.complete(id, token, '5') from pgqueue.claim('q', 'w')"
+    )
+    assert one(db, state, id) == "completed"
+    assert one(db, "select pgqueue.why(%s)", id).startswith("completed")
+    assert one(db, "select pgqueue.await(%s) = '0'", id) is True
+    assert one(db, "select pgqueue.result(%s)", id) == 5
+    assert pgqueue.wait(db, id, timeout=5).result == 5
+
+
+def test_a_dead_job_that_was_moved_is_not_gone_until_it_is_discarded(routed):
+    db = routed.db
+    id = moved(routed, CLAIM, STEP, DIE)
+    state = "select state from pgqueue.status(%s)"
+    assert one(db, state, id) == "dead"
+    assert one(db, "select pgqueue.why(%s)", id).startswith("dead")
+    assert column(db, "select name from pgqueue.steps(%s)", id) == ["s"]
+    db.execute("select pgqueue.discard(%s)", (id,))
+    assert one(db, state, id) == "gone"
+    assert one(db, "select pgqueue.why(%s)", id).startswith("gone")
+    assert one(db, "select pgqueue.await(%s) = '0'", id) is True
+    assert one(db, "select pgqueue.result(%s)", id) is None
+    assert column(db, "select name from pgqueue.steps(%s)", id) == []
+
+
+@pytest.mark.parametrize("before", [[], [CLAIM, FAIL]], ids=["new", "tried"])
+def test_a_job_that_was_moved_to_a_shard_that_is_down_is_not_unknown(routed, before):
+    db = routed.db
+    id = moved(routed, *before)
+    lease = routed.shards[1].execute(CLAIM).fetchone()
+    routed.lose(2)
+    for call in "status", "why", "await", "result", "cancel", "run_now", "discard":
+        with pytest.raises(errors.InternalError_, match="not currently accepting"):
+            db.execute(f"select pgqueue.{call}(%s)", (id,))
+    with pytest.raises(errors.InternalError_):
+        db.execute("select pgqueue.unschedule('no such')")
+    if lease:
+        with pytest.raises(errors.InternalError_):
+            db.execute("select pgqueue.complete(%s, %s)", lease)
+    with pytest.raises(errors.DatabaseError) as lost:
+        db.execute("select pgqueue.complete(%s, 1)", (id,))
+    assert lost.value.sqlstate == "PQ002"
+    assert column(db, "select name from pgqueue.steps(%s)", id) == []
+    routed.bring_back(2)
+    assert one(db, "select state from pgqueue.status(%s)", id) not in ("gone", None)
+
+
+OLD = "select pgqueue.enqueue('old'), pgqueue.create_batch('old'), pgqueue.enqueue('old'), pgqueue.enqueue('old')"
+
+
+@pytest.mark.parametrize("routed", [OLD], indirect=True)
+def test_an_id_that_is_older_than_the_shards_is_of_the_first(routed, role):
+    """Whatever shard it would be of if it were not; also for a role that may only enqueue."""
+    for shard in routed.shards:
+        shard.execute("select pgqueue.grant_access(%s, 'producer')", (role,))
+    after = "select pgqueue.enqueue('q', after => %s)"
+    with connected_as(role, routed) as db:
+        waiting = one(db, after, [3])
+        assert home(waiting) == 1
+        assert one(db, "select state from pgqueue.status(%s)", waiting) == "blocked"
+        assert home(one(db, "select pgqueue.enqueue('q', batch_id => 2)")) == 1
+        many = "select * from pgqueue.enqueue_many('q', array['1', '2']::jsonb[], batch_id => 2)"
+        assert {home(id) for id in column(db, many)} == {1}
+        first, second = (
+            one(db, "select pgqueue.enqueue('q', group_key => %s)", key)
+            for key in KEYS_OF[1][:2]
+        )
+        assert home(first) == home(one(db, after, [second, first])) == 2
+        with pytest.raises(errors.InvalidParameterValue, match="one shard"):
+            db.execute(after, ([3, first],))
+        routed.lose(2)
+        assert home(one(db, "select pgqueue.enqueue('q', batch_id => 2)")) == 1
+        db.execute("select pgqueue.close_batch(2)")
+        routed.lose(3)
+        assert one(db, "select state from pgqueue.status(3)") == "ready"
+
+
+def test_the_age_of_ids_is_asked_for_once(routed):
+    id = one(routed.db, "select pgqueue.enqueue('q', group_key => %s)", KEYS_OF[2][0])
+    after = f"select pgqueue.enqueue('q', after => array[{id}])"
+    assert calls(routed, after)["_is_old"] == 1
+    assert calls(routed, after)["_is_old"] == 0
+    routed.lose(1)
+    with psycopg.connect(dbname=routed.db.info.dbname, autocommit=True) as db:
+        assert home(one(db, after)) == 3
+
+
+@pytest.mark.parametrize(
+    "routed",
+    [OLD + "; select" + ", ".join([" pgqueue.claim('old', 'w')"] * 3)],
+    indirect=True,
+)
+def test_a_token_that_is_older_than_the_shards_is_of_the_first(routed, role):
+    """Also for a role that may only work."""
+    for shard in routed.shards:
+        shard.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
+    held = "select id, token from pgqueue.job where token = any (%s) order by token"
+    leases = routed.shards[0].execute(held, ([2, 3],)).fetchall()
+    ids, tokens = (list(each) for each in zip(*leases, strict=True))
+    extend = "select status from pgqueue.extend(%s, %s)"
+    complete = "select pgqueue.complete(%s, %s)"
+    with connected_as(role, routed) as db:
+        routed.lose(2)
+        assert column(db, extend, ids, tokens) == ["held", "held"]
+        db.execute(complete, leases[0])
+        with pytest.raises(errors.InternalError_):
+            db.execute(complete, leases[0])
+        routed.bring_back(2)
+        routed.lose(1)
+        for _ in range(2):
+            with pytest.raises(errors.InternalError_):
+                db.execute(complete, leases[1])
+            with pytest.raises(errors.InternalError_):
+                db.execute(extend, (ids[1:], tokens[1:]))
+        new = 1_000_000 // 1024 * 1024 + 1024 + 2
+        assert column(db, extend, [new], [new]) == ["lost"]
+        with pytest.raises(errors.DatabaseError) as lost:
+            db.execute(complete, (new, new))
+        assert lost.value.sqlstate == "PQ002"
+        routed.bring_back(1)
+        db.execute(complete, leases[1])
 
 
 def test_what_belongs_together_must_be_on_one_shard(routed):
