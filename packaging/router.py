@@ -31,7 +31,7 @@ ROUTES = {
         ("redrive_job", "discard"), ("find", "pgqueue._home(dead_id, shards)")
     ),
     **dict.fromkeys(("extend", "complete_many", "finish", "release"), ("split", None)),
-    "schedule": ("one", OF_NAME.format("pgqueue._count()")),
+    "schedule": ("recur", None),
     **dict.fromkeys(
         "unschedule pause_schedule resume_schedule run_schedule".split(),
         ("find", OF_NAME.format("shards")),
@@ -383,6 +383,39 @@ def by_keys(f: Function, _: None) -> str:
     )
 
 
+def recur(f: Function, _: None) -> str:
+    """Put a schedule where its group is, and take it from where it was if its group is another now.
+
+    A shard that is down may have it, and matters unless it is already in its place. Who may only schedule cannot look.
+    """
+    found = "select s.paused from pgqueue._on_schedule_paused({}, schedule.name) as s (paused)"
+    return f.public(
+        "    begin\n"
+        f"        is_there := exists ({found.format('home')});\n"
+        "        for place in select n from generate_series(0, shards - 1) as n where n <> home loop\n            begin\n"
+        f"                for paused in {found.format('place')} loop\n"
+        "                    problem := pgqueue._problem(place);\n"
+        "                    if problem is not null then\n"
+        "                        raise connection_failure using message = format('shard %s %s', place + 1, problem);\n"
+        "                    end if;\n"
+        "                    elsewhere := elsewhere || place;\n                    is_paused := is_paused or paused;\n"
+        "                end loop;\n"
+        f"            exception when {DOWN} then\n"
+        "                if not is_there then\n                    raise;\n                end if;\n"
+        "            end;\n        end loop;\n"
+        "    exception when insufficient_privilege then\n        null;\n    end;\n"
+        f"    {f.answer(f.call('home'))}\n"
+        "    if is_paused and not is_there then\n        perform pgqueue._on_pause_schedule(home, schedule.name);\n    end if;\n"
+        "    foreach place in array elsewhere loop\n        begin\n"
+        "            perform pgqueue._on_unschedule(place, schedule.name);\n"
+        "        exception when sqlstate 'PQ001' then\n            null;\n        end;\n    end loop;\n",
+        "    shards int := pgqueue._count();\n"
+        "    home int := pgqueue.shard_of(coalesce(schedule.group_key, schedule.name, ''), shards);\n"
+        "    place int;\n    elsewhere int[] := '{}';\n    is_there boolean := false;\n"
+        "    paused boolean;\n    is_paused boolean := false;\n    problem text;\n",
+    )
+
+
 def qualified(f: Function, place: str) -> str:
     for name in f.names:
         for before in "( ":
@@ -393,6 +426,7 @@ def qualified(f: Function, place: str) -> str:
 TEMPLATES = {
     "one": one,
     "keys": by_keys,
+    "recur": recur,
     "find": find,
     "all": all_of,
     "until": until,

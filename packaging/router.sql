@@ -41,6 +41,18 @@ as $$
     select pg_catalog.current_setting('transaction_read_only')::pg_catalog.bool;
 $$;
 
+-- Whether a schedule is paused; nothing if it is not on this shard, or the caller may not take it from there.
+create function pgqueue._on_schedule_paused(on_place int, schedule_name text)
+    returns setof boolean
+    language plproxy
+as $$
+    cluster 'pgqueue';
+    run on on_place;
+    select s.paused
+    from pgqueue.schedules as s
+    where s.name = schedule_name and pg_catalog.has_function_privilege('pgqueue.unschedule(text)', 'execute');
+$$;
+
 -- Why a shard cannot be written to or, with reads, read; null if it can. Twice, because a session to one that was
 -- restarted is only then known to be of no use.
 create function pgqueue._problem(place int, reads boolean default false)

@@ -501,15 +501,79 @@ def test_a_cap_holds_on_each_shard_and_a_limit_of_a_group_for_all(routed):
     assert claimed("g") == 1
 
 
-def test_a_schedule_lives_on_the_shard_of_its_name(routed):
+def test_a_schedule_lives_on_the_shard_of_its_group_else_of_its_name(routed):
+    db = routed.db
+    at = "select count(*) from pgqueue.schedule where name = %s"
+    group = KEYS_OF[0][0]
     for name in KEYS[:6]:
-        routed.db.execute("select pgqueue.schedule(%s, 'q', '@daily')", (name,))
-        at = routed.where("select count(*) from pgqueue.schedule where name = %s", name)
-        assert at == [pgqueue.shard_of(name, SHARDS) + 1]
-        routed.db.execute("select pgqueue.pause_schedule(%s)", (name,))
-    assert one(routed.db, "select count(*) from pgqueue.schedules") == 6
-    routed.db.execute("select pgqueue.unschedule(%s)", (KEYS[0],))
-    assert one(routed.db, "select count(*) from pgqueue.schedules") == 5
+        db.execute("select pgqueue.schedule(%s, 'q', '@daily')", (name,))
+        assert routed.where(at, name) == [pgqueue.shard_of(name, SHARDS) + 1]
+        db.execute(
+            "select pgqueue.schedule(%s, 'g', '@daily', group_key => %s)",
+            (f"{name} too", group),
+        )
+        assert routed.where(at, f"{name} too") == [1]
+        for call in "pause_schedule", "resume_schedule", "run_schedule":
+            for each in name, f"{name} too":
+                db.execute(f"select pgqueue.{call}(%s)", (each,))
+    one(db, "select pgqueue.enqueue('g', group_key => %s)", group)
+    assert routed.where("select count(*) from pgqueue.job where queue = 'g'") == [1]
+    assert one(db, "select count(*) from pgqueue.schedules") == 12
+    db.execute("select pgqueue.unschedule(%s)", (KEYS[0],))
+    db.execute("select pgqueue.unschedule(%s)", (f"{KEYS[0]} too",))
+    assert one(db, "select count(*) from pgqueue.schedules") == 10
+
+
+SCHEDULE = "select pgqueue.schedule('s', 'q', '@daily', group_key => %s)"
+
+
+def test_a_schedule_whose_group_changes_goes_along_paused_or_not(routed):
+    db = routed.db
+    at = "select count(*) from pgqueue.schedule where name = 's'"
+    is_paused = "select paused from pgqueue.schedules"
+    for group in KEYS_OF:
+        db.execute(SCHEDULE, (group[0],))
+        assert routed.where(at) == [pgqueue.shard_of(group[0], SHARDS) + 1]
+    assert column(db, is_paused) == [False]
+    db.execute("select pgqueue.pause_schedule('s')")
+    db.execute(SCHEDULE, (KEYS_OF[0][0],))
+    assert (routed.where(at), column(db, is_paused)) == ([1], [True])
+    # What is refused changes nothing.
+    with pytest.raises(errors.InvalidParameterValue):
+        db.execute("select pgqueue.schedule('s', 'q', 'never', group_key => %s)", (KEYS_OF[1][0],))  # fmt: skip
+    assert routed.where(at) == [1]
+
+
+@pytest.mark.parametrize(
+    "how", ["allow_connections false", "set default_transaction_read_only = on"]
+)
+def test_a_schedule_is_not_made_twice_while_a_shard_is_down(routed, how):
+    db = routed.db
+    at = "select count(*) from pgqueue.schedule where name = 's'"
+    db.execute(SCHEDULE, (KEYS_OF[1][0],))
+    are_up = "select bool_and(is_up) from pgqueue.shards()"
+    routed.lose(2, how)
+    assert one(db, are_up) is False
+    with pytest.raises((errors.InternalError_, errors.ConnectionFailure)):
+        db.execute(SCHEDULE, (KEYS_OF[0][0],))
+    assert routed.where(at) == [2]
+    routed.lose(2, "reset default_transaction_read_only")
+    routed.bring_back(2)
+    assert one(db, are_up) is True
+    db.execute(SCHEDULE, (KEYS_OF[0][0],))
+    assert routed.where(at) == [1]
+    # It has its place: an application that starts need not wait.
+    routed.lose(2)
+    db.execute(SCHEDULE, (KEYS_OF[0][0],))
+
+
+def test_who_may_only_schedule_still_may(routed, role):
+    for shard in routed.shards:
+        shard.execute("select pgqueue.grant_access(%s, 'scheduler')", (role,))
+    with connected_as(role, routed) as db:
+        db.execute(SCHEDULE, (KEYS_OF[0][0],))
+    at = "select count(*) from pgqueue.schedule where name = 's'"
+    assert routed.where(at) == [1]
 
 
 def test_views_are_those_of_all_shards(routed):
