@@ -39,6 +39,8 @@ OWNER = (
     " where n.nspname operator(pg_catalog.=) 'pgqueue'"
     " and r.rolname operator(pg_catalog.<>) current_user"
 )
+# Only a router has it.
+ROUTER = "select pg_catalog.to_regprocedure('pgqueue.shards()')::pg_catalog.text"
 VERSION = "select pgqueue.version()"
 LOCK = "select pg_catalog.pg_advisory_xact_lock(pg_catalog.hashtext('pgqueue.install'))"
 SOURCE = Path(__file__).parents[2]  # in a clone: `make plain` writes the scripts
@@ -69,6 +71,10 @@ def advice(installed: str) -> str | None:
 def say_what_is_missing(conn: psycopg.Connection[Any], error: psycopg.Error) -> int:
     """Say what a command needs in the database of this connection; return its exit code."""
     where = f"{conn.info.dbname} on {conn.info.host}"
+    with contextlib.suppress(psycopg.Error):
+        if found(conn, ROUTER):
+            say(f"{where} is a router, ask a shard: {explain(error)}")
+            return 3
     say(f"install or update the extension in {where}: {explain(error)}")
     try:
         installed = found(conn, INSTALLED)

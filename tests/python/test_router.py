@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import documents
+import forked
 import pgqueue
 import psycopg
 import pytest
@@ -836,6 +837,17 @@ def test_many_sessions_share_few_of_a_shard_behind_poolers(
             one(open_ones[1], "select pgqueue.complete(%s, %s) is not null", *lease)
             for lease in claimed.fetchall()
         )
+
+
+@pytest.mark.parametrize("args", [["dead"], ["error", "1"]])
+def test_a_command_that_reads_a_table_says_that_it_needs_a_shard(routed, args):
+    done = forked.run(
+        [sys.executable, "-m", "pgqueue", *args],
+        env={**os.environ, "PGQUEUE_DSN": f"dbname={routed.db.info.dbname}", "PYTHONPATH": forked.PATH},
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "is a router, ask a shard: " in done.stderr
+    assert "install" not in done.stderr
 
 
 def test_every_public_function_is_in_the_router_or_said_not_to_be(routed, db):
