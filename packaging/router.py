@@ -12,24 +12,23 @@ from pathlib import Path
 
 import psycopg
 
+HOME = "pgqueue._home({}, shards, pgqueue._above(shards))"
 OF_NAME = "pgqueue.shard_of(coalesce(name, ''), {})"
 # Where a call goes: to the shard of an id, of a schedule's name, or of a key; to all, or to any.
 ROUTES = {
     "enqueue": ("one", "pgqueue._place(batch_id || after, group_key, unique_key)"),
     "create_batch": ("one", "pgqueue._place(null, group_key, null)"),
-    "close_batch": ("find", "pgqueue._home(batch_id, shards)"),
+    "close_batch": ("find", HOME.format("batch_id")),
     "enqueue_many": ("keys", None),
     **dict.fromkeys(
         "status result await why cancel run_now reprioritize rerun steps".split(),
-        ("find", "pgqueue._home(job_id, shards)"),
+        ("find", HOME.format("job_id")),
     ),
     **dict.fromkeys(
         "complete fail progress save_step suspend results_of".split(),
-        ("find", "pgqueue._home(token, shards)"),
+        ("find", HOME.format("token")),
     ),
-    **dict.fromkeys(
-        ("redrive_job", "discard"), ("find", "pgqueue._home(dead_id, shards)")
-    ),
+    **dict.fromkeys(("redrive_job", "discard"), ("find", HOME.format("dead_id"))),
     **dict.fromkeys(("extend", "complete_many", "finish", "release"), ("split", None)),
     "schedule": ("recur", None),
     **dict.fromkeys(
@@ -200,8 +199,7 @@ def find(f: Function, home: str) -> str:
             "                is_lost := is_lost or place = home and code = 'PQ002';\n"
         )
         declare += "    is_lost boolean := false;\n"
-        is_old = qualified(f, home.replace("_home", "_is_old"))
-        matters += f" and not (is_lost and (down_at > 0 or not {is_old}))"
+        matters += " and not is_lost"
     stacked = (
         "                get stacked diagnostics code = returned_sqlstate, said = message_text,\n"
         "                    detail = pg_exception_detail, hint = pg_exception_hint;\n"
@@ -318,9 +316,9 @@ def split(f: Function, _: None) -> str:
         "            select p.place, array_agg(i.n::int order by i.n)\n"
         f"            from unnest({tokens}, said) with ordinality as i (token, said, n)\n"
         "            cross join lateral (\n"
-        "                select pgqueue._home(i.token, shards) where turn = 1\n"
+        "                select pgqueue._home(i.token, shards, above) where turn = 1\n"
         "                union all\n"
-        "                select o.place from unnest(places) as o (place) where o.place <> pgqueue._home(i.token, shards)\n"
+        "                select o.place from unnest(places) as o (place) where o.place <> pgqueue._home(i.token, shards, above)\n"
         "            ) as p (place)\n"
         "            where i.said = 'lost'\n            group by 1\n        loop\n            begin\n"
         + got
@@ -332,18 +330,12 @@ def split(f: Function, _: None) -> str:
         "            for n in 1 .. cardinality(which) loop\n"
         "                said[which[n]] := case when said[which[n]] = 'lost' then got[n] else said[which[n]] end;\n"
         "            end loop;\n        end loop;\n    end loop;\n"
-        "    if 'lost' = any (said) then\n"
-        "        if problem is null and 0 <> all (places) and pgqueue._is_old((\n"
-        f"            select min(i.token) from unnest({tokens}, said) as i (token, said)\n"
-        "            where i.said = 'lost' and pgqueue._home(i.token, shards) > 0\n"
-        "        ), shards) then\n"
-        "            problem := array['XX000', 'shard 1 is down', 'It may hold the lease.', 'Look at pgqueue.shards().'];\n"
-        "        end if;\n"
-        "        if problem is not null then\n            perform pgqueue._raise(problem);\n        end if;\n    end if;\n"
+        "    if problem is not null then\n        perform pgqueue._raise(problem);\n    end if;\n"
         f"    return query {answer};\n",
         f"    is_odd boolean := coalesce({' or '.join(lengths)}, false) or {job_ids} is null\n"
         f"        or {tokens} is null or array_ndims({job_ids}) > 1;\n"
-        "    shards int := pgqueue._count();\n    places int[];\n    place int;\n    which int[];\n    held bigint[];\n"
+        "    shards int := pgqueue._count();\n    above bigint := pgqueue._above(shards);\n"
+        "    places int[];\n    place int;\n    which int[];\n    held bigint[];\n"
         "    got text[];\n    said text[];\n    problem text[];\n    code text;\n    message text;\n"
         "    detail text;\n    hint text;\n",
     )

@@ -132,85 +132,48 @@ end;
 $$;
 
 -- Where an id was given out. Inlined, because there may be thousands.
-create function pgqueue._home(id bigint, shards int)
+create function pgqueue._home(id bigint, shards int, above bigint)
     returns int
     language sql
     immutable
 as $$
-    select case when (id - 1) % 1024 between 0 and shards - 1 then ((id - 1) % 1024)::int else 0 end
+    select case when (id <= above) is not true and (id - 1) % 1024 between 0 and shards - 1
+        then ((id - 1) % 1024)::int else 0 end
 $$;
 
--- Whether an id or token of another shard than the first is older than the shards, so that the first one has given it
--- out; null if no shard can tell. Only its owner can read above on a shard, but a shard that does not know an id says
--- which other has given it out. The one that may have done so cannot tell, but can for the id after that.
-create function pgqueue._is_old(id bigint, shards int)
-    returns boolean
-    language plpgsql
-    strict
-    set search_path = pg_catalog, pg_temp
+create function pgqueue._on_above(on_place int)
+    returns bigint
+    language plproxy
 as $$
-declare
-    home int := pgqueue._home(id, shards);
-    place int;
-    asked bigint;
-    said text;
-begin
-    for place in select n from generate_series(0, shards - 1) as n order by n = home, n loop
-        asked := case when place = home then id + 1 else id end;
-        begin
-            begin
-                -- Producers may.
-                perform pgqueue._on_status(place, asked);
-            exception when insufficient_privilege then
-                -- Workers may.
-                perform pgqueue._on_results_of(place, asked, -1, null, 1);
-            end;
-            return true;
-        exception
-            when sqlstate 'PQ001' or sqlstate 'PQ002' then
-                get stacked diagnostics said = pg_exception_detail;
-                return strpos(said, 'It is an id of shard') = 0;
-            when @DOWN@ or insufficient_privilege then
-                null;
-        end;
-    end loop;
-    return null;
-end;
+    cluster 'pgqueue';
+    run on on_place;
+    select coalesce((select s.above from pgqueue.shard as s), 0);
 $$;
 
--- The last of these ids that is older than the shards; 0 if none is. The session remembers from where on ids are of the
--- shards, so it asks no more than once in a while.
-create function pgqueue._last_old(ids bigint[], shards int)
+-- Up to which number ids and tokens are older than the shards, and so of the first; null if none can tell. A session
+-- asks once, as long as there are as many.
+create function pgqueue._above(shards int)
     returns bigint
     language plpgsql
     set search_path = pg_catalog, pg_temp
 as $$
 declare
-    asked bigint[] := array(
-        select distinct i.id
-        from unnest(ids) as i (id)
-        where pgqueue._home(i.id, shards) > 0
-            and (i.id < nullif(current_setting('pgqueue.new_from', true), '')::bigint) is not false
-        order by i.id
-    );
-    middle int;
-    is_old boolean;
-    last bigint := 0;
+    place int;
+    above bigint;
 begin
-    while asked <> '{}' loop
-        middle := (cardinality(asked) + 1) / 2;
-        is_old := pgqueue._is_old(asked[middle], shards);
-        if is_old then
-            last := asked[middle];
-            asked := asked[middle + 1 :];
-        else
-            if is_old is not null then
-                perform set_config('pgqueue.new_from', asked[middle]::text, false);
-            end if;
-            asked := asked[: middle - 1];
-        end if;
+    if current_setting('pgqueue.above', true) ~ format('^%s [0-9]{1,18}$', shards) then
+        return split_part(current_setting('pgqueue.above'), ' ', 2);
+    end if;
+    for place in select * from generate_series(0, shards - 1) loop
+        begin
+            above := pgqueue._on_above(place);
+            perform set_config('pgqueue.above', concat(shards, ' ', above), false);
+            return above;
+        exception when @DOWN@ or insufficient_privilege then
+            null;
+        end;
     end loop;
-    return last;
+    return null;
 end;
 $$;
 
@@ -237,19 +200,13 @@ create function pgqueue._place(ids bigint[], group_key text, unique_key text)
 as $$
 declare
     shards int := pgqueue._count();
-    homes int[] := array(select distinct pgqueue._home(i.id, shards) from unnest(ids) as i (id) where i.id is not null);
-    last_old bigint;
+    above bigint := case when ids <> '{}' then pgqueue._above(shards) end;
+    homes int[] := array(
+        select distinct pgqueue._home(i.id, shards, above) from unnest(ids) as i (id) where i.id is not null
+    );
     of_key int := case when coalesce(group_key, unique_key) is not null
         then pgqueue.shard_of(coalesce(group_key, unique_key), shards) end;
 begin
-    if 0 < any (homes) then
-        last_old := pgqueue._last_old(ids, shards);
-        homes := array(
-            select distinct case when i.id > last_old then pgqueue._home(i.id, shards) else 0 end
-            from unnest(ids) as i (id)
-            where i.id is not null
-        );
-    end if;
     if cardinality(homes) > 1 or homes[1] <> of_key then
         raise exception using
             errcode = '22023',

@@ -204,7 +204,7 @@ def calls(routed, query: str) -> Counter[str]:
     db.execute("set track_functions = 'all'")
     counted = (
         "select funcname, calls from pg_stat_xact_user_functions where schemaname = 'pgqueue'"
-        " and funcname in ('_count', '_is_old', '_list', '_place', '_problem')"
+        " and funcname in ('_count', '_list', '_on_above', '_place', '_problem')"
     )
     with db.transaction():
         before = Counter(dict(db.execute(counted).fetchall()))
@@ -393,8 +393,9 @@ def test_an_id_that_is_older_than_the_shards_is_of_the_first(routed, role):
 def test_the_age_of_ids_is_asked_for_once(routed):
     id = one(routed.db, "select pgqueue.enqueue('q', group_key => %s)", KEYS_OF[2][0])
     after = f"select pgqueue.enqueue('q', after => array[{id}])"
-    assert calls(routed, after)["_is_old"] == 1
-    assert calls(routed, after)["_is_old"] == 0
+    routed.db.execute("set pgqueue.above = 'of another time'")
+    assert calls(routed, after)["_on_above"] == 1
+    assert calls(routed, after)["_on_above"] == 0
     routed.lose(1)
     with psycopg.connect(dbname=routed.db.info.dbname, autocommit=True) as db:
         assert home(one(db, after)) == 3
@@ -418,8 +419,9 @@ def test_a_token_that_is_older_than_the_shards_is_of_the_first(routed, role):
         routed.lose(2)
         assert column(db, extend, ids, tokens) == ["held", "held"]
         db.execute(complete, leases[0])
-        with pytest.raises(errors.InternalError_):
+        with pytest.raises(errors.DatabaseError) as lost:
             db.execute(complete, leases[0])
+        assert lost.value.sqlstate == "PQ002"
         routed.bring_back(2)
         routed.lose(1)
         for _ in range(2):
