@@ -12,20 +12,28 @@ begin
 end;
 $$;
 
--- What keeps a job paused: its queue, its kind, its group, or the pair of kind and group; null for nothing.
+-- Which pause keeps a job from running: of the pair of its kind and group, or else of its group, its kind or its queue.
+-- The narrowest that says anything decides, as in _is_wanted, so it is also the one to resume. Null for nothing.
 create or replace function pgqueue._why_paused(job pgqueue.job)
     returns text
     language plpgsql
     stable
 as $$
 begin
-    return case
-        when not (pgqueue._in_force(job.queue, job.kind, job.group_key)).paused then null
-        when (pgqueue._in_force(job.queue)).paused then 'its queue is paused'
-        when (pgqueue._in_force(job.queue, job.kind)).paused then 'its kind is paused'
-        when (pgqueue._in_force(job.queue, '', job.group_key)).paused then 'its group is paused'
-        else 'its kind and group are paused together'
-    end;
+    return (
+        select case
+            when not q.paused then null
+            when q.kind <> '' and q.group_key <> '' then 'its kind and group are paused together'
+            when q.group_key <> '' then 'its group is paused'
+            when q.kind <> '' then 'its kind is paused'
+            else 'its queue is paused'
+        end
+        from pgqueue.queue as q
+        where q.name in ('', job.queue) and q.kind in ('', job.kind) and q.group_key in ('', job.group_key)
+            and q.paused is not null
+        order by q.group_key <> '' desc, q.kind <> '' desc, q.name <> '' desc
+        limit 1
+    );
 end;
 $$;
 

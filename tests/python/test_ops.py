@@ -337,6 +337,22 @@ def test_stuck_prints_the_calls_that_fix_it(db, run):
     assert re.findall("^queue +(.*)$", fixed, re.M) == ["slow", "expired"]
 
 
+def test_what_stuck_and_health_resume_is_no_more_than_keeps_the_job(db, run):
+    do(
+        db,
+        "select pgqueue.enqueue('q', kind => 'k', group_key => 'g', run_at => now() - interval '1 hour')",
+        "select pgqueue.enqueue('q', kind => 'other')",
+        "select pgqueue.pause('q')",
+        "select pgqueue.resume('q', kind => 'k')",
+        "select pgqueue.pause('q', group_key => 'g')",
+    )
+    (fix,) = calls(run("stuck"), "fix")
+    hint = "select h.hint from pgqueue.health() as h where h.check = 'waits'"
+    assert fix == one(db, hint) + ";"
+    do(db, fix)
+    assert column(db, "select kind from pgqueue.claim('q', 'w', 9)") == ["k"]
+
+
 def test_stuck_names_each_queue_before_it_names_more_of_one(db, run):
     """Fifty jobs of a worker that had died used to hide those of another queue."""
     db.execute("select pgqueue.enqueue('many') from generate_series(1, 20)")

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(63);
+select plan(65);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -120,9 +120,19 @@ select is(pg_temp.why(:waits), 'its group is paused', 'why says that its group i
 select pgqueue.pause('full', kind => 'full');
 select pgqueue.resume('full', group_key => 'invoice 7');
 select pgqueue.pause(null, kind => 'full', group_key => 'invoice 7');
-select is(pg_temp.why(:waits), 'its kind is paused', 'why names the wider of two pauses first');
+select is(
+    pg_temp.why(:waits), 'its kind and group are paused together', 'why names the narrowest pause, which overrides the others'
+);
+select pgqueue.resume('full', 'full', 'invoice 7');
+select alike(pg_temp.why(:waits), 'its group invoice 7 waits %', 'so that resuming it is enough, also if it was set for all queues');
+select pgqueue.resume(null, 'full', 'invoice 7');
+select pgqueue.pause('full');
 select pgqueue.resume('full', kind => 'full');
-select is(pg_temp.why(:waits), 'its kind and group are paused together', 'and then the other');
+select pgqueue.pause('full', group_key => 'invoice 7');
+select is(pg_temp.why(:waits), 'its group is paused', 'and not a queue that is paused but for its kind');
+select pgqueue.resume('full', group_key => 'invoice 7');
+select alike(pg_temp.why(:waits), 'its group invoice 7 waits %', 'so that its queue may stay paused');
+select pgqueue.resume('full');
 select pgqueue.pause('x', kind => 'x');
 select pgqueue.enqueue('x') as id \gset
 select is(pg_temp.why(:id), 'its kind is paused', 'why says that its kind is paused');
