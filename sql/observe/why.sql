@@ -37,10 +37,10 @@ begin
 end;
 $$;
 
--- Which limit of its group, or cap of its queue, kind or group a job waits for, if any; and which jobs keep its group
--- busy.
-create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
-    returns text
+-- Which caps are full for a job, those of its group first: how many jobs hold their permits, until when (the first of
+-- them), one of these, and one whose lease has expired.
+create or replace function pgqueue._full_caps(job pgqueue.job, moment timestamptz)
+    returns table (cap pgqueue._cap, jobs bigint, free_at timestamptz, holder bigint, lost bigint)
     language plpgsql
 as $$
 declare
@@ -48,49 +48,73 @@ declare
     settings record := pgqueue._group_settings(job.queue, keys, pgqueue._in_force(job.queue));
     caps pgqueue._cap[] := (pgqueue._group_caps(keys, settings.limits, settings.rates, settings.periods, null)).caps
         || pgqueue._caps_of((pgqueue._in_force(job.queue)).caps, array[job.kind]);
-    cap pgqueue._cap;
-    held record;
-    whose text;
 begin
     foreach cap in array caps loop
-        select count(*) as jobs, min(p.free_at) as free_at, min(p.holder) as holder into held
+        -- A retry that has kept its permit has what the limit asks for.
+        continue when cap.group_key <> '' and not cap.is_rate and pgqueue._keeps_permit(job, cap.most, moment);
+        select count(*), min(p.free_at), min(p.holder),
+            (array_agg(p.holder order by p.free_at) filter (where p.free_at <= moment))[1]
+        into jobs, free_at, holder, lost
         from pgqueue._permits(job.queue, cap, moment) as p
-        where p.is_held or not cap.is_rate and p.holder <> job.id
-        having count(*) >= cap.most;
-        continue when not found;
-        whose := case
-            when cap.group_key <> '' then 'its group ' || cap.group_key
-            when cap.kind <> '' then 'its kind ' || cap.kind
-            else 'its queue'
+        where case
+            -- After a rate was lowered, those beyond it are of no use.
+            when cap.is_rate then p.is_held and p.place <= cap.most
+            else p.is_held or p.holder <> job.id
         end;
-        return case
-            when cap.is_rate then format(
-                'rate limited until %s: %s begins at most %s in %s', pgqueue._written(held.free_at), whose,
-                case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
-            )
-            when cap.group_key <> '' then (
-                select concat(
-                    whose,
-                    case when h.lease_expires_at is null
-                        then format(' waits for the retry of job %s at %s', h.id, pgqueue._written(h.run_at))
-                        else format(
-                            ' is busy with job %s, leased to %s until %s', h.id, h.worker, pgqueue._written(h.lease_expires_at)
-                        )
-                    end,
-                    ', and ' || nullif(held.jobs - 1, 0) || ' more'
-                )
-                from pgqueue.job as h
-                where h.id = held.holder
-            )
-            else concat(
-                format('%s runs as many jobs as it may, %s', whose, cap.most),
-                case when held.free_at <= moment
-                    then format(', but a lease expired at %s: a claim or maintain() ends it', pgqueue._written(held.free_at))
-                end
-            )
-        end;
+        if jobs >= cap.most then
+            return next;
+        end if;
     end loop;
-    return null;
+end;
+$$;
+
+-- Which limit of its group, or cap of its queue, kind or group a job waits for, if any; and which jobs keep its group
+-- busy.
+create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
+    returns text
+    language plpgsql
+as $$
+declare
+    f record;
+    cap pgqueue._cap;
+    whose text;
+begin
+    select c.* into f from pgqueue._full_caps(job, moment) as c limit 1;
+    if not found then
+        return null;
+    end if;
+    cap := f.cap;
+    whose := case
+        when cap.group_key <> '' then 'its group ' || cap.group_key
+        when cap.kind <> '' then 'its kind ' || cap.kind
+        else 'its queue'
+    end;
+    return case
+        when cap.is_rate then format(
+            'rate limited until %s: %s begins at most %s in %s', pgqueue._written(f.free_at), whose,
+            case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
+        )
+        when cap.group_key <> '' then (
+            select concat(
+                whose,
+                case when h.lease_expires_at is null
+                    then format(' waits for the retry of job %s at %s', h.id, pgqueue._written(h.run_at))
+                    else format(
+                        ' is busy with job %s, leased to %s until %s', h.id, h.worker, pgqueue._written(h.lease_expires_at)
+                    )
+                end,
+                ', and ' || nullif(f.jobs - 1, 0) || ' more'
+            )
+            from pgqueue.job as h
+            where h.id = f.holder
+        )
+        else concat(
+            format('%s runs as many jobs as it may, %s', whose, cap.most),
+            case when f.free_at <= moment
+                then format(', but a lease expired at %s: a claim or maintain() ends it', pgqueue._written(f.free_at))
+            end
+        )
+    end;
 end;
 $$;
 

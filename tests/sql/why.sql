@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(65);
+select plan(67);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -235,6 +235,32 @@ select pgqueue.claim('both', 'w3');
 select matches(
     pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that had expired'
 );
+-- A rate that was lowered
+
+select pgqueue.configure('rate', rate_limit => 3, rate_period => '1 hour');
+select pgqueue.enqueue_many('rate', array_fill('{}'::jsonb, array[4]));
+update pgqueue.permit set token = -1 where token < 0;
+select count(*) from pgqueue.claim('rate', 'w', 3);
+update pgqueue.permit set taken_at = taken_at - place * interval '10 minutes', free_at = free_at - place * interval '10 minutes'
+where queue = 'rate';
+select is(
+    pgqueue.why(max(j.id)),
+    (
+        select format('rate limited until %s: its queue begins at most 3 jobs in 01:00:00', pgqueue._written(min(p.free_at)))
+        from pgqueue.permit as p where p.queue = 'rate'
+    ),
+    'why says when the first permit of a rate is free again'
+) from pgqueue.job as j where j.queue = 'rate';
+select pgqueue.configure('rate', rate_limit => 2);
+select is(
+    pgqueue.why(max(j.id)),
+    (
+        select format('rate limited until %s: its queue begins at most 2 jobs in 01:00:00', pgqueue._written(p.free_at))
+        from pgqueue.permit as p where p.queue = 'rate' order by p.free_at offset 1 limit 1
+    ),
+    'and, after the rate was lowered, when the first is that still counts'
+) from pgqueue.job as j where j.queue = 'rate';
+
 -- Kinds that nobody takes
 
 select pgqueue.enqueue('kinds', kind => 'other', run_at => now() - interval '9 minutes') as other \gset
