@@ -68,6 +68,40 @@ begin
 end;
 $$;
 
+-- For a full group: what one of the jobs that hold its permits does, how many more there are, and what keeps that job
+-- from beginning or ending if it should.
+create or replace function pgqueue._why_busy(holder pgqueue.job, most int, more bigint, moment timestamptz)
+    returns text
+    language plpgsql
+as $$
+begin
+    return concat(
+        case
+            when holder.lease_expires_at <= moment then format(
+                'is busy with job %s, whose lease expired at %s', holder.id, pgqueue._written(holder.lease_expires_at)
+            )
+            when holder.lease_expires_at is not null then format(
+                'is busy with job %s, leased to %s until %s', holder.id, holder.worker,
+                pgqueue._written(holder.lease_expires_at)
+            )
+            when holder.run_at <= moment
+                then format('waits for the retry of job %s, due since %s', holder.id, pgqueue._written(holder.run_at))
+            else format('waits for the retry of job %s at %s', holder.id, pgqueue._written(holder.run_at))
+        end,
+        ', and ' || nullif(more, 0) || ' more',
+        ': ' || case
+            when holder.lease_expires_at <= moment
+                then coalesce(pgqueue._why_locked(holder.id), 'a claim or maintain() ends it')
+            -- It begins with its permit, so nothing here leads back to this group's limit.
+            when pgqueue._keeps_permit(holder, most, moment) then coalesce(
+                pgqueue._why_paused(holder), pgqueue._why_capped(holder, moment), pgqueue._why_locked(holder.id),
+                substring(pgqueue._why_unclaimed(holder, moment) from '.* its kind.*')
+            )
+        end
+    );
+end;
+$$;
+
 -- Which limit of its group, or cap of its queue, kind or group a job waits for, if any; and which jobs keep its group
 -- busy.
 create or replace function pgqueue._why_capped(job pgqueue.job, moment timestamptz)
@@ -95,23 +129,17 @@ begin
             case cap.most when 1 then '1 job' else cap.most || ' jobs' end, cap.period
         )
         when cap.group_key <> '' then (
-            select concat(
-                whose,
-                case when h.lease_expires_at is null
-                    then format(' waits for the retry of job %s at %s', h.id, pgqueue._written(h.run_at))
-                    else format(
-                        ' is busy with job %s, leased to %s until %s', h.id, h.worker, pgqueue._written(h.lease_expires_at)
-                    )
-                end,
-                ', and ' || nullif(f.jobs - 1, 0) || ' more'
-            )
+            select whose || ' ' || pgqueue._why_busy(h, cap.most, f.jobs - 1, moment)
             from pgqueue.job as h
-            where h.id = f.holder
+            where h.id = coalesce(f.lost, f.holder)
         )
         else concat(
             format('%s runs as many jobs as it may, %s', whose, cap.most),
-            case when f.free_at <= moment
-                then format(', but a lease expired at %s: a claim or maintain() ends it', pgqueue._written(f.free_at))
+            case when f.lost is not null then
+                format(', but a lease expired at %s', pgqueue._written(f.free_at)) || coalesce(
+                    format(', that of job %s: ', f.lost) || pgqueue._why_locked(f.lost),
+                    ': a claim or maintain() ends it'
+                )
             end
         )
     end;

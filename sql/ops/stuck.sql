@@ -50,50 +50,72 @@ with leased as (
     where j.state in ('ready', 'blocked') and :'queue' in ('', j.queue)
     order by j.queue, j.run_at, j.id
 ), waiting as (
-    select d.*, pgqueue.why(d.id) as problem
+    select d.*, pgqueue.why(d.id) as problem, format('its group %s ', d.group_key) as its_group
     from (
         select d.*, 10 + row_number() over (order by d.run_at, d.id) as place from due as d order by place limit 10
     ) as d
+), explained as (
+    -- If it waits for a job that should have begun or ended, what keeps that one has to be fixed.
+    select
+        w.id, w.queue, w.kind, w.place, w.problem, coalesce(o.kind, w.kind) as its_kind, w.group_key,
+        coalesce(o.reason, w.problem) as reason
+    from waiting as w
+    left join lateral (
+        select j.kind, pgqueue.why(j.id) as reason
+        from pgqueue.jobs as j
+        where j.id = case
+            when starts_with(w.problem, w.its_group) then substring(
+                substr(w.problem, length(w.its_group) + 1)
+                from '^(?:waits for|waits for the retry of|is busy with) job ([0-9]{1,18}),'
+                    ' (?:which comes first:|due since|whose lease expired at) '
+            )
+            else substring(w.problem from '.*, but a lease expired at [^,]*, that of job ([0-9]{1,18}): its ')
+        end::bigint
+    ) as o on true
 )
 select
     f.id, left(f.queue, 40) as queue, left(f.kind, 40) as kind, f.problem,
     case
-        when f.problem like 'its queue is paused%' then format('select pgqueue.resume(%L);', f.queue)
-        when f.problem like 'its kind is paused%' then format('select pgqueue.resume(%L, kind => %L);', f.queue, f.kind)
-        when f.problem like 'its group is paused%'
+        when f.reason like 'its queue is paused%' then format('select pgqueue.resume(%L);', f.queue)
+        when f.reason like 'its kind is paused%'
+            then format('select pgqueue.resume(%L, kind => %L);', f.queue, f.its_kind)
+        when f.reason like 'its group is paused%'
             then format('select pgqueue.resume(%L, group_key => %L);', f.queue, f.group_key)
-        when f.problem like 'its kind and group are paused%'
-            then format('select pgqueue.resume(%L, kind => %L, group_key => %L);', f.queue, f.kind, f.group_key)
-        when f.problem ~ '^its .* runs as many jobs as it may, [0-9]+, but a lease expired'
+        when f.reason like 'its kind and group are paused%'
+            then format('select pgqueue.resume(%L, kind => %L, group_key => %L);', f.queue, f.its_kind, f.group_key)
+        when f.reason ~ '^its (lease expired|.* runs as many jobs as it may, [0-9]+, but a lease expired) at '
             then 'select * from pgqueue.maintain();'
-        when f.problem ~ '^its (queue|kind .*|group .*) runs as many jobs as it may'
+        when f.reason ~ '^its (queue|kind .*|group .*) runs as many jobs as it may'
             then 'raise max_running with pgqueue.configure'
-        when f.problem like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
-        when f.problem ~ '^its (row|table) is locked: session ' then format(
-            'select pg_terminate_backend(%s);', (regexp_match(f.problem, '^its [a-z]+ is locked: session ([0-9]+)'))[1]
+        when f.reason like 'rate limited%' then 'raise rate_limit with pgqueue.configure'
+        when f.reason ~ '^its (row|table) is locked: session ' then format(
+            'select pg_terminate_backend(%s);', (regexp_match(f.reason, '^its [a-z]+ is locked: session ([0-9]+)'))[1]
         )
-        when f.problem ~ '^its (row|table) is locked: prepared ' then format(
-            'rollback prepared %L;', (regexp_match(f.problem, '^its [a-z]+ is locked: prepared transaction (.*?) has used it'))[1]
+        when f.reason ~ '^its (row|table) is locked: prepared ' then format(
+            'rollback prepared %L;',
+            (regexp_match(f.reason, '^its [a-z]+ is locked: prepared transaction (.*?) has used it'))[1]
         )
-        when f.problem ~ '^its group .* waits for the retry of job [0-9]+ at ' then format(
-            'select pgqueue.run_now(%s);', (regexp_match(f.problem, '.* waits for the retry of job ([0-9]+) at '))[1]
+        when f.reason ~ '^its group .* waits for the retry of job [0-9]+ at ' then format(
+            'select pgqueue.run_now(%s);', (regexp_match(f.reason, '.* waits for the retry of job ([0-9]+) at '))[1]
         )
-        when f.problem like 'blocked: waits for job %' then format(
-            'select pgqueue.why(%s);', (regexp_match(f.problem, '^blocked: waits for job ([0-9]+)'))[1]
+        when f.reason like 'blocked: waits for job %' then format(
+            'select pgqueue.why(%s);', (regexp_match(f.reason, '^blocked: waits for job ([0-9]+)'))[1]
         )
-        when f.problem like 'ready: %no worker %its kind%' then 'start a worker for its kind'
-        when f.problem like 'ready: %no worker has claimed%' then 'start a worker'
-        when f.problem like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
+        when f.reason like 'ready: %no worker %its kind%' then 'start a worker for its kind'
+        when f.reason like 'ready: %no worker has claimed%' then 'start a worker'
+        when f.reason like 'ready: waits behind%' then 'start more workers, or look at waits.sql'
         else f.fix
     end as fix
 from (
-    select null::bigint as id, null as queue, null as kind, null as group_key, 0 as place, h.detail as problem, h.hint || ';' as fix
+    select
+        null::bigint as id, null as queue, null as kind, null as its_kind, null as group_key, 0 as place,
+        h.detail as problem, h.detail as reason, h.hint || ';' as fix
     from pgqueue.health() as h
     where h.check = 'locks' and h.hint <> ''
     union all
-    select l.id, l.queue, l.kind, null, l.place, l.problem, l.fix from leased as l
+    select l.id, l.queue, l.kind, l.kind, null, l.place, l.problem, l.problem, l.fix from leased as l
     union all
-    select w.id, w.queue, w.kind, w.group_key, w.place, w.problem, '' from waiting as w
+    select e.id, e.queue, e.kind, e.its_kind, e.group_key, e.place, e.problem, e.reason, '' from explained as e
 ) as f
 order by f.place
 \gx (pager=off border=0)

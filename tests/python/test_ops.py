@@ -337,6 +337,38 @@ def test_stuck_prints_the_calls_that_fix_it(db, run):
     assert re.findall("^queue +(.*)$", fixed, re.M) == ["slow", "expired"]
 
 
+def test_stuck_fixes_what_keeps_the_job_that_another_waits_for(db, run, connect):
+    do(
+        db,
+        "select pgqueue.configure('cap', max_running => 1)",
+        "select pgqueue.configure(q, group_limit => 1, group_on_retry => 'block') from unnest(array['one', 'two', 'three']) as q",
+        "select pgqueue.enqueue('cap') from generate_series(1, 2)",
+        # The second comes first, but the first has been due for longer.
+        "select pgqueue.enqueue(q, kind => k, group_key => 'g', priority => n, run_at => now() - interval '1 hour' / n)"
+        " from unnest(array['one', 'two', 'three']) as q, (values ('one', 1), ('two', 2)) as k (k, n)",
+        "select from pgqueue.claim_from(array['cap', 'one'], 'w', 2)",
+        "update pgqueue.job set lease_expires_at = clock_timestamp() where worker is not null",
+        "select pgqueue.fail(id, token, 'e', retry_in => '0') from pgqueue.claim('two', 'w')",
+        "select pgqueue.pause(q, kind => 'two') from unnest(array['two', 'three']) as q",
+    )
+    fixes = [f"select pgqueue.resume('{q}', kind => 'two');" for q in ("two", "three")]
+    end = "select * from pgqueue.maintain();"
+    assert sorted(calls(run("stuck", queue="cap"), "fix")) == [end]
+    assert calls(run("stuck", queue="one"), "fix") == [end]
+    for queue, fix in zip(("two", "three"), fixes, strict=True):
+        assert set(calls(run("stuck", queue=queue), "fix")) == {fix}
+    other = connect(autocommit=False)
+    other.execute("select from pgqueue.job where worker is not null for key share")
+    end = f"select pg_terminate_backend({other.info.backend_pid});"
+    for queue in "cap", "one":
+        assert calls(run("stuck", queue=queue), "fix") == [end]
+    do(db, end)
+    wait_until(lambda: "locked" not in run("stuck"))
+    do(db, "select from pgqueue.maintain()", *fixes)
+    claim = "select kind from pgqueue.claim_from(array['cap', 'one', 'two', 'three'], 'w', 9)"
+    assert sorted(column(db, claim)) == ["cap", "two", "two", "two"]
+
+
 def test_what_stuck_and_health_resume_is_no_more_than_keeps_the_job(db, run):
     do(
         db,

@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(67);
+select plan(70);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -108,9 +108,30 @@ select is(
 );
 select pgqueue.run_now(:first);
 select is(
-    pg_temp.why(:waits), format('its group invoice 7 waits for the retry of job %s at TIME, and 1 more', :first),
+    pg_temp.why(:waits), format('its group invoice 7 waits for the retry of job %s, due since TIME, and 1 more', :first),
     'also once that retry is due: it takes the permit that it has kept'
 );
+select pgqueue.configure('full', max_running => 1);
+update pgqueue.permit set token = -1 where token < 0;
+select is(
+    pg_temp.why(:waits), format(
+        'its group invoice 7 waits for the retry of job %s, due since TIME, and 1 more: its queue runs as many jobs as it may, 1', :first
+    ),
+    'and what keeps that one'
+);
+select pgqueue.configure('full', reset => true, group_limit => 2, group_on_retry => 'block');
+update pgqueue.job set kind = 'other' where id = :first;
+select pgqueue.pause('full', kind => 'other');
+select matches(
+    pg_temp.why(:waits), ' waits for the retry of job .*, due since TIME, and 1 more: its kind is paused$', 'such as its pause'
+);
+select pgqueue.resume('full', kind => 'other');
+select pgqueue.rest(array['full'], array['full']);
+select matches(
+    pg_temp.why(:waits), ' waits for the retry of job .*: no worker takes its kind: the workers of its queue take others$',
+    'or that nobody takes it'
+);
+update pgqueue.job set kind = queue where id = :first;
 select matches(pg_temp.why(:first), '^ready: waits behind 1 job', 'which the group is not too busy for');
 select pgqueue.enqueue('full', group_key => 'invoice 7', priority => 1) as later \gset
 update pgqueue.job set run_at = now() - interval '1 hour' where id = :waits;
