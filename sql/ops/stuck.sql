@@ -1,6 +1,6 @@
 -- What does not move: sessions that have locked what everybody needs, leased jobs that need a look, and for each
--- queue the job that has been due for longest, with the answer of why(); and the call that fixes it, for an
--- operator. For a reader, also on a standby.
+-- queue the job that has been due for longest, and the paused one, with the answer of why(); and the call that
+-- fixes it, for an operator. For a reader, also on a standby.
 --
 --     psql -Xf stuck.sql
 --     psql -X -v queue=emails -f stuck.sql   for one queue
@@ -44,15 +44,42 @@ with leased as (
     ) as s
     order by place
     limit 10
+), pauses as materialized (
+    select
+        s.queue, s.kind, s.group_key, s.value::boolean as is_paused,
+        -- The narrowest decides.
+        array_position(
+            '{kind and group,kind and group in all queues,group,group in all queues,kind,kind in all queues,queue}',
+            s.set_for
+        ) as place
+    from pgqueue.settings as s
+    -- Of kinds and groups only those that have a pause of their own, or are resumed.
+    where s.setting = 'paused' and (num_nonnulls(s.kind, s.group_key) = 0 or s.set_for ~ '^(kind|group)')
 ), due as (
-    select distinct on (j.queue) j.id, j.queue, j.kind, j.group_key, j.run_at
-    from (select j.* from pgqueue.jobs as j order by j.id limit 50000) as j
-    where j.state in ('ready', 'blocked') and :'queue' in ('', j.queue)
-    order by j.queue, j.run_at, j.id
+    -- What is paused apart from the rest, or it might hide what should run.
+    select distinct on (h.queue, p.is_paused) h.*, p.is_paused
+    from (
+        select distinct on (j.queue, j.kind, j.group_key) j.id, j.queue, j.kind, j.group_key, j.run_at
+        from (select j.* from pgqueue.jobs as j order by j.id limit 50000) as j
+        where j.state in ('ready', 'blocked') and :'queue' in ('', j.queue)
+        order by j.queue, j.kind, j.group_key, j.run_at, j.id
+    ) as h
+    cross join lateral (
+        select p.is_paused
+        from pauses as p
+        where coalesce(p.queue, h.queue) = h.queue and coalesce(p.kind, h.kind) = h.kind
+            and (p.group_key is null or p.group_key = h.group_key)
+        order by p.place
+        limit 1
+    ) as p
+    order by h.queue, p.is_paused, h.run_at, h.id
 ), waiting as (
     select d.*, pgqueue.why(d.id) as problem, format('its group %s ', d.group_key) as its_group
     from (
-        select d.*, 10 + row_number() over (order by d.run_at, d.id) as place from due as d order by place limit 10
+        select d.*, 10 + row_number() over (order by d.is_paused, d.run_at, d.id) as place
+        from due as d
+        order by place
+        limit 10
     ) as d
 ), explained as (
     -- If it waits for a job that should have begun or ended, what keeps that one has to be fixed.
