@@ -97,6 +97,15 @@ def test_nothing_moves(db, dsn):
     assert column(db, gone) == ["cancelled"]
 
 
+def test_the_first_job_of_a_queue_is_the_one_that_has_been_due_for_longest(db, dsn):
+    look, _ = ENTRIES["Nothing moves"]
+    db.execute("select pgqueue.enqueue('emails') from generate_series(1, 3)")
+    # So that it is not the first in the table.
+    db.execute("update pgqueue.job set run_at = run_at where id = 1")
+    db.execute("analyze pgqueue.job")
+    assert psql(look, dsn).startswith("ready: next in its queue")
+
+
 def test_everything_is_slow(db, dsn, connect):
     look, end = ENTRIES["Everything is slow"]
     db.execute("select pgqueue.enqueue('emails')")
