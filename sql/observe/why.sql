@@ -372,6 +372,23 @@ begin
 end;
 $$;
 
+-- Whether claims pass over a job that has expired, so that only maintain() ends it. They find a lost lease by its
+-- place, or by its permit of a limit or cap, but not where a rate is used up.
+create or replace function pgqueue._is_passed_over(job pgqueue.job, moment timestamptz)
+    returns boolean
+    language plpgsql
+as $$
+begin
+    -- It begins no more, so a permit that it has kept does not put it before others.
+    job.permits := null;
+    return pgqueue._why_paused(job) is not null or case
+        when job.lease_expires_at is null
+            then num_nonnulls(pgqueue._why_capped(job, moment), pgqueue._why_behind(job, moment)) > 0
+        else exists (select from pgqueue._full_caps(job, moment) as f where (f.cap).is_rate)
+    end;
+end;
+$$;
+
 -- What a suspended job waits for, and since when; null if it is not suspended, or is due.
 create or replace function pgqueue._why_suspended(job pgqueue.job, moment timestamptz)
     returns text
@@ -431,8 +448,7 @@ begin
         return format(
             'expired at %s, not %s by then: the next %s cancels it', pgqueue._written(expires_at), begun,
             case
-                when job.run_at > moment or num_nonnulls(pgqueue._why_paused(job), pgqueue._why_capped(job, moment)) > 0
-                    then 'maintain()'
+                when job.run_at > moment or pgqueue._is_passed_over(job, moment) then 'maintain()'
                 else 'claim or maintain()'
             end
         );
@@ -519,7 +535,7 @@ begin
         return concat_ws('; ', pgqueue._why_locked(job.id), format(
             'its lease expired at %s: the next %s %s (worker %s)',
             pgqueue._written(job.lease_expires_at),
-            case when pgqueue._why_paused(job) is not null then 'maintain()' else 'claim' end,
+            case when pgqueue._is_passed_over(job, moment) then 'maintain()' else 'claim' end,
             case
                 when job.cancelled_at is not null then 'cancels it'
                 when job.attempt >= job.max_attempts then 'moves it to dead_job'

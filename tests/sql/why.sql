@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(70);
+select plan(74);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -256,6 +256,44 @@ select pgqueue.claim('both', 'w3');
 select matches(
     pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that had expired'
 );
+-- What claims pass over
+
+select pgqueue.configure('day', rate_limit => 1, rate_period => '1 day');
+select pgqueue.enqueue_many('day', array_fill('{}'::jsonb, array[2]));
+update pgqueue.permit set token = -1 where token < 0;
+select id as lost from pgqueue.claim('day', 'w') \gset
+update pgqueue.job set lease_expires_at = clock_timestamp() where id = :lost;
+select count(*) from pgqueue.claim('day', 'w');
+select is(
+    pg_temp.why(:lost), 'its lease expired at TIME: the next maintain() recovers it (worker w)',
+    'why says that no claim looks for expired leases where a rate is used up'
+);
+select pgqueue.configure('one', group_limit => 1);
+select pgqueue.enqueue('one', kind => 'a', group_key => 'g');
+select pgqueue.enqueue('one', kind => 'b', group_key => 'g', expires_at => now()) as late \gset
+select is(
+    pg_temp.why(:late), 'expired at TIME, not begun by then: the next claim or maintain() cancels it',
+    'why says that a claim may find a job that has expired behind another of its group'
+);
+select pgqueue.pause('one', kind => 'a');
+select count(*) from pgqueue.claim('one', 'w');
+select is(
+    pg_temp.why(:late), 'expired at TIME, not begun by then: the next maintain() cancels it', 'but not behind one that is paused'
+);
+select pgqueue.resume('one', kind => 'a');
+update pgqueue.permit set token = -1 where token < 0;
+select id as lost from pgqueue.claim('one', 'w') \gset
+update pgqueue.job set lease_expires_at = clock_timestamp() where id = :lost;
+select pgqueue.enqueue('one', group_key => 'g', priority => 5) as high \gset
+select is(
+    array[pg_temp.why(:lost), pg_temp.why(:high)],
+    array[
+        'its lease expired at TIME: the next claim recovers it (worker w)',
+        format('its group g is busy with job %s, whose lease expired at TIME: a claim or maintain() ends it', :lost)
+    ],
+    'and that one ends a lost lease which keeps its group busy, whatever comes before that job'
+);
+
 -- A rate that was lowered
 
 select pgqueue.configure('rate', rate_limit => 3, rate_period => '1 hour');
