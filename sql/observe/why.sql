@@ -205,56 +205,57 @@ begin
 end;
 $$;
 
--- How many ready jobs are ahead of this one; it counts no further than 10,001. Of its own priority only those of its
--- group count or, if it has none, those without one: the groups, and the jobs without one, are served in turn.
-create or replace function pgqueue._count_ahead(job pgqueue.job, moment timestamptz)
-    returns bigint
+-- How many ready jobs are ahead of this one, and how many of these are paused; it looks no further than 10,001. Of its
+-- own priority only those of its group count or, if it has none, those without one: the groups, and the jobs without
+-- one, are served in turn.
+create or replace function pgqueue._ahead(job pgqueue.job, moment timestamptz, out jobs bigint, out paused bigint)
     language plpgsql
     set plan_cache_mode = force_generic_plan
     set enable_sort = off
 as $$
 declare
-    age_after interval := (pgqueue._in_force(job.queue)).age_after;
+    settings pgqueue.queue_in_force := pgqueue._in_force(job.queue);
+    age_after interval := settings.age_after;
+    pauses jsonb := case when settings.has_pauses then pgqueue._paused(job.queue, settings.paused) end;
 begin
-    return (
-        select count(*)
+    select count(*), count(*) filter (where not pgqueue._is_wanted(a.kind, a.group_key, null, pauses))
+    into jobs, paused
+    from (
+        select ahead.kind, ahead.group_key
         from (
-            select
-            from (
-                select v.lane, v.lane - case when v.lane > 500 then 1000 else 0 end as priority
-                from pgqueue._live_lanes(job.queue) as v
-            ) as l
-            cross join lateral pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after) as b (due_by)
-            cross join lateral (
-                select
-                from pgqueue.job as j
-                where pgqueue._is_in_lane(j, job.queue, l.lane)
-                    and (j.run_at, j.id) < (b.due_by, 9223372036854775807) and j.lease_expires_at is null
-                order by j.run_at, j.id
-                limit 10001
-            ) as ahead
-            where l.priority > job.priority or l.priority <> job.priority and age_after is not null
-            union all
-            (
-                select
-                from pgqueue.job as j
-                where job.group_key is null and pgqueue._is_in_lane(j, job.queue, job.priority)
-                    and (j.run_at, j.id) < (job.run_at, job.id) and j.lease_expires_at is null
-                order by j.run_at, j.id
-                limit 10001
-            )
-            union all
-            (
-                select
-                from pgqueue.job as j
-                where pgqueue._is_in_group(j, job.queue, job.group_key) and -j.priority = -job.priority
-                    and (j.run_at, j.id) < (job.run_at, job.id) and j.lease_expires_at is null
-                order by j.run_at, j.id
-                limit 10001
-            )
+            select v.lane, v.lane - case when v.lane > 500 then 1000 else 0 end as priority
+            from pgqueue._live_lanes(job.queue) as v
+        ) as l
+        cross join lateral pgqueue._due_by(l.priority, job.priority, job.run_at, moment, age_after) as b (due_by)
+        cross join lateral (
+            select j.kind, j.group_key
+            from pgqueue.job as j
+            where pgqueue._is_in_lane(j, job.queue, l.lane)
+                and (j.run_at, j.id) < (b.due_by, 9223372036854775807) and j.lease_expires_at is null
+            order by j.run_at, j.id
             limit 10001
-        ) as a
-    );
+        ) as ahead
+        where l.priority > job.priority or l.priority <> job.priority and age_after is not null
+        union all
+        (
+            select j.kind, j.group_key
+            from pgqueue.job as j
+            where job.group_key is null and pgqueue._is_in_lane(j, job.queue, job.priority)
+                and (j.run_at, j.id) < (job.run_at, job.id) and j.lease_expires_at is null
+            order by j.run_at, j.id
+            limit 10001
+        )
+        union all
+        (
+            select j.kind, j.group_key
+            from pgqueue.job as j
+            where pgqueue._is_in_group(j, job.queue, job.group_key) and -j.priority = -job.priority
+                and (j.run_at, j.id) < (job.run_at, job.id) and j.lease_expires_at is null
+            order by j.run_at, j.id
+            limit 10001
+        )
+        limit 10001
+    ) as a;
 end;
 $$;
 
@@ -469,11 +470,15 @@ begin
                 pgqueue._why_behind(job, moment),
                 (
                     select case
-                        when a.jobs = 0 then 'ready: next in its queue'
+                        when a.jobs > 10000 then concat(
+                            'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue',
+                            case when a.paused > 0 then ', some of them paused' end
+                        )
+                        when a.jobs = a.paused then 'ready: next in its queue'
                         else format(
                             'ready: waits behind %s %s of higher priority or earlier turn in its queue',
-                            case when a.jobs > 10000 then 'more than 10,000' else to_char(a.jobs, 'FM999,999,999') end,
-                            case when a.jobs = 1 then 'job' else 'jobs' end
+                            to_char(a.jobs - a.paused, 'FM999,999,999'),
+                            case when a.jobs - a.paused = 1 then 'job' else 'jobs' end
                         )
                     end || case
                         when not exists (
@@ -489,7 +494,7 @@ begin
                         when job.group_key is null then ', in turn with groups'
                         else ', in turn with other groups'
                     end || coalesce('; ' || pgqueue._why_unclaimed(job, moment), '')
-                    from pgqueue._count_ahead(job, moment) as a (jobs)
+                    from pgqueue._ahead(job, moment) as a
                 )
             )
             when (job.errors -> -1 ->> 'attempt')::int = job.attempt then format(

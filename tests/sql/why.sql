@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(74);
+select plan(77);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -256,6 +256,24 @@ select pgqueue.claim('both', 'w3');
 select matches(
     pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that had expired'
 );
+-- Paused jobs are ahead of none
+
+select pgqueue.pause('past', kind => 'a');
+select pgqueue.pause(null, group_key => 'g');
+select pgqueue.enqueue_many('past', array_fill('{}'::jsonb, array[3]), kind => 'a');
+select pgqueue.enqueue('past', group_key => 'g', priority => 5);
+select pgqueue.enqueue('past') as first \gset
+select pgqueue.enqueue('past') as second \gset
+select alike(pg_temp.why(:first), 'ready: next in its queue%', 'why counts no paused jobs as ahead');
+select alike(pg_temp.why(:second), 'ready: waits behind 1 job of %', 'but those that run first');
+select pgqueue.enqueue_many('past', array_fill('{}'::jsonb, array[9998]), kind => 'a', priority => 1);
+select alike(
+    pg_temp.why(:second),
+    'ready: waits behind more than 10,000 jobs of higher priority or earlier turn in its queue, some of them paused%',
+    'if there are more than it looks at, it says that some are paused'
+);
+select pgqueue.resume(null, group_key => 'g');
+
 -- What claims pass over
 
 select pgqueue.configure('day', rate_limit => 1, rate_period => '1 day');
