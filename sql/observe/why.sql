@@ -52,7 +52,10 @@ begin
     foreach cap in array caps loop
         -- A retry that has kept its permit has what the limit asks for.
         continue when cap.group_key <> '' and not cap.is_rate and pgqueue._keeps_permit(job, cap.most, moment);
-        select count(*), min(p.free_at), min(p.holder),
+        select
+            count(*), min(p.free_at),
+            -- After a limit was lowered, a retry cannot begin with a permit beyond it.
+            (array_agg(p.holder order by p.place > cap.most, p.holder))[1],
             (array_agg(p.holder order by p.free_at) filter (where p.free_at <= moment))[1]
         into jobs, free_at, holder, lost
         from pgqueue._permits(job.queue, cap, moment) as p

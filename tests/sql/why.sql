@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(77);
+select plan(78);
 
 set datestyle = 'SQL, DMY';
 set timezone = 'Asia/Kolkata';
@@ -256,6 +256,23 @@ select pgqueue.claim('both', 'w3');
 select matches(
     pg_temp.why(:both), '^cancelled at', 'why says what came last, where a claim met both a lease and a job that had expired'
 );
+-- A limit that was lowered
+
+select pgqueue.configure('lowered', group_limit => 2, group_on_retry => 'block');
+select pgqueue.enqueue_many('lowered', array_fill('{}'::jsonb, array[3]), group_keys => '{g,g,g}');
+update pgqueue.permit set token = -1 where token < 0;
+select pgqueue.fail(id, token, 'e', '0') from pgqueue.claim('lowered', 'w', 2);
+select pgqueue.configure('lowered', group_limit => 1);
+select p.job_id as kept from pgqueue.permit as p where p.queue = 'lowered' and p.place = 1 \gset
+select is(
+    (select array_agg(pg_temp.why(j.id) order by j.id) from pgqueue.job as j where j.queue = 'lowered' and j.id <> :kept),
+    array[
+        format('its group g waits for the retry of job %s, due since TIME', :kept),
+        format('its group g waits for the retry of job %s, due since TIME, and 1 more', :kept)
+    ],
+    'why names the retry whose permit still counts, also for the other one'
+);
+
 -- Paused jobs are ahead of none
 
 select pgqueue.pause('past', kind => 'a');
