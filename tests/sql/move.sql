@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(22);
+select plan(23);
 
 select pgqueue.enqueue('q', '{"n": 1}', group_key => 'a', priority => 5, run_at => now() - interval '1 hour');
 select pgqueue.enqueue('q', '{"n": 2}', group_key => 'a', headers => '{"h": 1}', expires_at => now() + interval '1 day');
@@ -24,11 +24,16 @@ create temporary table before as select to_jsonb(j) as job from pgqueue.job as j
 create temporary table left_here as select d.* from pgqueue._depart('group', 'q', 'a') as d;
 select is(l.state, 'free', 'a group that waits may go') from left_here as l;
 select is(jsonb_array_length(l.parts), 2, 'with all its jobs') from left_here as l;
-select pgqueue._expect(l.parts) from left_here as l;
-select is((select count(*) from pgqueue.jobs where group_key = 'a'), 2::bigint, 'what is expected is there only once');
-select pgqueue._departed(l.parts - 0 - 0) from left_here as l;
-select is((select count(*) from pgqueue.moving where content is not null), 2::bigint, 'what is written down stays until it arrives');
+select throws_ok(
+    'select pgqueue._expect(l.parts) from left_here as l', '55000', 'job 1 is on both shards',
+    'what another shard has under the same id is not expected'
+);
+-- From here on this is the other shard.
 delete from pgqueue.job where group_key = 'a';
+select pgqueue._expect(l.parts) from left_here as l;
+select is((select count(*) from pgqueue.jobs where group_key = 'a'), 0::bigint, 'what is expected is not there yet');
+select pgqueue._departed('{}', '{}');
+select is((select count(*) from pgqueue.moving where content is not null), 2::bigint, 'what is written down stays until it arrives');
 select pgqueue._arrive(array_agg(m.what), array_agg(m.key)) from pgqueue.moving as m;
 select set_eq($$ select to_jsonb(j) from pgqueue.job as j where j.group_key = 'a' $$, 'select job from before', 'it arrives as it was');
 select is_empty('select from pgqueue.moving', 'and is written down no more');
@@ -42,7 +47,9 @@ select is((select d.parts from pgqueue._depart('schedule', 'q', 'nightly') as d)
 -- A key that is taken where it arrives.
 select pgqueue.enqueue('r', '{"n": 7}', unique_key => 'u');
 create temporary table keyed as select d.parts from pgqueue._depart('unique', 'r', 'u') as d;
-select pgqueue._departed(k.parts) from keyed as k;
+select pgqueue._departed(array_agg(p.what), array_agg(p.key))
+from keyed as k
+cross join lateral jsonb_to_recordset(k.parts) as p (what text, key text);
 delete from pgqueue.moving;
 select pgqueue._expect(k.parts) from keyed as k;
 select pgqueue.enqueue('r', '{"n": 8}', unique_key => 'u');
