@@ -5,8 +5,9 @@ import signal
 from collections.abc import Iterator
 
 import django
+import psycopg
 import pytest
-from conftest import column, one
+from conftest import column, database, one
 from test_django import Site, outcomes
 from worker_harness import wait_until
 
@@ -496,6 +497,36 @@ def test_a_module_that_ends_python_has_no_task_and_ends_no_worker(db, site) -> N
     assert column(db, "select kind from pgqueue.job where attempt = 0") == [
         "shop.quits.task"
     ]
+
+
+# Two threads look for its task at the same time.
+MET = f"""
+import threading
+from {LIBRARY} import task
+
+barrier = threading.Barrier(2)
+
+def plain():
+    return "met"
+
+def __getattr__(name):
+    if name != "work":
+        raise AttributeError(name)
+    barrier.wait(60)
+    return task(plain)
+"""
+
+
+def test_two_databases_may_have_a_task_that_is_found_at_the_same_time(
+    db, site, template
+) -> None:
+    site.write("shop/met.py", MET)
+    with database(template) as other, psycopg.connect(other, autocommit=True) as second:
+        for conn in db, second:
+            conn.execute("select pgqueue.enqueue('default', kind => 'shop.met.work')")
+        dsns = ("--dsn", f"dbname={db.info.dbname}", "--dsn", other)
+        site.manage("pgqueue_worker", "--burst", *dsns)
+        assert outcomes(db) == outcomes(second) == ["completed"]
 
 
 def test_a_worker_that_runs_tasks_of_known_kinds_only(db, site) -> None:

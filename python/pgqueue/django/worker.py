@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from inspect import iscoroutinefunction
 from traceback import format_exception
@@ -40,6 +41,7 @@ class TaskApp(App):
 
     def __init__(self) -> None:
         super().__init__()
+        self._lock = threading.Lock()
         autodiscover_modules("tasks")
         for config in apps.get_app_configs():
             module = sys.modules.get(f"{config.name}.tasks")
@@ -49,7 +51,9 @@ class TaskApp(App):
 
     def find(self, kind: str) -> Task[Any, Any] | None:
         if kind not in self.tasks and (task := task_at(kind)):
-            self.job(kind, queue=task.queue_name)(_handler(task))
+            with self._lock:  # the dispatcher of another database may find it, too
+                if kind not in self.tasks:
+                    self.job(kind, queue=task.queue_name)(_handler(task))
         return super().find(kind)
 
 
