@@ -1,6 +1,7 @@
 """Django's tasks, with pgqueue as their backend: on Django 6, or before it on django-tasks."""
 
 import importlib.util
+import re
 import signal
 from collections.abc import Iterator
 
@@ -94,6 +95,10 @@ def odd():
 
 def plain():
     pass
+"""
+LAZY = """
+from django.utils.functional import SimpleLazyObject
+lazy = SimpleLazyObject(lambda: 1 / 0)
 """
 # The behaviour that Django's own tests expect of a backend.
 CASES = f"""
@@ -234,7 +239,8 @@ class BackendTest(TestCase):
         tools.add.enqueue()  # the transaction goes on
 
     def test_a_result_imports_nothing_but_tasks_of_installed_apps(self):
-        for kind in "this.s", "shop.broken.task", "shop.quits.task", "nothing", None:
+        broken = [f"shop.{{name}}.task" for name in ("broken", "quits", "gives_up")]
+        for kind in "this.s", *broken, "shop.lazies.lazy", "nothing", None:
             job = pgqueue.enqueue(connection, "default", kind=kind)
             with self.assertRaises(TaskResultDoesNotExist):
                 default_task_backend.get_result(str(job))
@@ -441,6 +447,8 @@ def site(db, tmp_path) -> Iterator[Site]:
     site.write("shop/tools.py", TOOLS)
     site.write("shop/broken.py", "1 / 0")
     site.write("shop/quits.py", "raise SystemExit(3)")
+    site.write("shop/gives_up.py", "raise BaseException('no')")
+    site.write("shop/lazies.py", LAZY)
     yield site
     site.end()
 
@@ -489,14 +497,31 @@ def test_a_task_that_nobody_has_is_put_off(db, site) -> None:
     assert one(db, "select count(*) from pgqueue.job where attempt = 0") == 2
 
 
-def test_a_module_that_ends_python_has_no_task_and_ends_no_worker(db, site) -> None:
-    for kind in ("shop.quits.task", "shop.tools.add"):
+def test_a_kind_that_names_no_task_ends_no_worker(db, site) -> None:
+    wrong = {
+        "shop.quits.task": "SystemExit: 3",
+        "shop.gives_up.task": "BaseException: no",
+        "shop.lazies.lazy": "type SimpleLazyObject",
+        "shop.tools.plain": "type function",
+        "shop.tools.nothing": 'does not define a "nothing"',
+    }
+    for kind in (*wrong, "shop.tools.add"):
         db.execute("select pgqueue.enqueue('default', kind => %s)", (kind,))
+    said = site.manage("pgqueue_worker", "--burst")
+    assert outcomes(db) == ["completed"]
+    left = "select kind from pgqueue.job where attempt = 0 order by id"
+    assert column(db, left) == list(wrong)
+    assert all(re.search(f"'{kind}'.*{why}", said) for kind, why in wrong.items())
+
+
+def test_a_lazy_object_beside_tasks_and_apps_stops_no_worker(db, site) -> None:
+    for name in "tasks", "jobs":
+        site.write(
+            f"shop/{name}.py", (site.folder / f"shop/{name}.py").read_text(), LAZY
+        )
+    db.execute("select pgqueue.enqueue('default', kind => 'shop.tools.add')")
     site.manage("pgqueue_worker", "--burst")
     assert outcomes(db) == ["completed"]
-    assert column(db, "select kind from pgqueue.job where attempt = 0") == [
-        "shop.quits.task"
-    ]
 
 
 # Two threads look for its task at the same time.

@@ -9,7 +9,7 @@ import builtins
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -25,6 +25,7 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 import pgqueue
+from pgqueue.judge import summary
 
 try:
     from django.tasks import base, exceptions, signals
@@ -33,7 +34,15 @@ except ImportError:  # before Django 6: the same, as a package of its own
     from django_tasks import base, exceptions, signals
     from django_tasks.backends.base import BaseTaskBackend
 
-__all__ = ["PgQueueBackend", "PgQueueTask", "base", "new_result", "signals", "task_at"]
+__all__ = [
+    "PgQueueBackend",
+    "PgQueueTask",
+    "base",
+    "is_task",
+    "new_result",
+    "signals",
+    "task_at",
+]
 
 log = logging.getLogger("pgqueue")
 
@@ -190,8 +199,8 @@ def new_result(
     return PgQueueResult(**row, **known, backend=backend)
 
 
-def task_at(path: str) -> Any:
-    """Import the task that is there, or return None.
+def task_at(path: str, tell: Callable[..., None] = log.debug) -> Any:
+    """Import the task that is there, or tell why not, and return None.
 
     Only from a module that is loaded or part of an installed app: who may enqueue cannot have
     anything else imported.
@@ -200,11 +209,21 @@ def task_at(path: str) -> Any:
     if not (is_near or apps.get_containing_app_config(path)):
         return None
     try:
-        task = import_string(path)
-    except (Exception, SystemExit) as error:  # of its module
-        log.debug("importing %s failed: %s", path, error, exc_info=True)
+        found = import_string(path)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever its module raises
+        tell("importing %r failed: %s", path, summary(error), exc_info=error)
         return None
-    return task if isinstance(task, base.Task) else None
+    if is_task(found):
+        return found
+    tell("%r is no task, but of the type %s", path, type(found).__name__)
+    return None
+
+
+def is_task(found: Any) -> bool:
+    # By its type: isinstance() would have a lazy object made, which may fail.
+    return issubclass(type(found), base.Task)
 
 
 def _error(text: str) -> Any:

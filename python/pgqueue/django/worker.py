@@ -1,5 +1,6 @@
 """Runs Django's tasks: `app` is what manage.py pgqueue_worker works for without --app."""
 
+import logging
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from pgqueue.django.backend import (
     RUNNING,
     PgQueueBackend,
     base,
+    is_task,
     new_result,
     signals,
     task_at,
@@ -31,6 +33,7 @@ from pgqueue.job import Job
 from pgqueue.judge import cause_of, errors_in
 from pgqueue.policy import Reject, Snooze
 from pgqueue.task import Task
+from pgqueue.worker.seldom import level_of, log
 
 
 class TaskApp(App):
@@ -46,15 +49,21 @@ class TaskApp(App):
         for config in apps.get_app_configs():
             module = sys.modules.get(f"{config.name}.tasks")
             for value in list(vars(module).values()) if module else ():
-                if isinstance(value, base.Task):
+                if is_task(value):
                     self.find(value.module_path)
 
     def find(self, kind: str) -> Task[Any, Any] | None:
-        if kind not in self.tasks and (task := task_at(kind)):
+        if kind not in self.tasks and (task := task_at(kind, _tell)):
             with self._lock:  # the dispatcher of another database may find it, too
                 if kind not in self.tasks:
                     self.job(kind, queue=task.queue_name)(_handler(task))
         return super().find(kind)
+
+
+def _tell(text: str, kind: str, why: str, **more: Any) -> None:
+    """Log why a job is put off: once a minute for each kind."""
+    if level_of((text, kind)) > logging.DEBUG:
+        log.info(text, kind, why, **more)
 
 
 def _handler(task: Any) -> Callable[..., Any]:

@@ -55,7 +55,8 @@ def discover() -> list[App]:
         for config in apps.get_app_configs()
         if module_has_submodule(config.module, "jobs")
     ]
-    found = [v for m in modules for v in vars(m).values() if isinstance(v, App)]
+    # By their types: isinstance() would have lazy objects made, which may fail.
+    found = [v for m in modules for v in vars(m).values() if issubclass(type(v), App)]
     if hasattr(settings, "TASKS"):
         # Only now: it finds the tasks of the installed apps.
         from pgqueue.django import worker
