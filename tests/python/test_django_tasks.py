@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import django
+import pgqueue
 import psycopg
 import pytest
 from conftest import column, database, one
@@ -56,6 +57,16 @@ async def aadd(*args, **kwargs):
 def tell(context, word):
     result = context.task_result
     return [word, context.attempt, result.id, result.status, len(result.worker_ids), result.args]
+
+@task(takes_context=True)
+def look(context):
+    result = context.task_result
+    result.refresh()
+    return [result.backend, result.task.backend, result.task.queue_name, result.status]
+
+@task(backend="dummy", takes_context=True)
+def look_elsewhere(context):
+    return look.func(context)
 
 @task
 def fail(kind="ValueError"):
@@ -251,7 +262,7 @@ class BackendTest(TestCase):
         job = pgqueue.enqueue(connection, "foreign", payload, kind="shop.tools.add")
         result = tools.add.get_result(str(job))
         self.assertEqual((result.status, result.args), (S.READY, [1]))
-        self.assertEqual(result.task, tools.add)
+        self.assertEqual((result.task.func, result.task.queue_name), (tools.add.func, "foreign"))
         run()
         result.refresh()
         self.assertEqual(result.return_value, [1, {{}}])
@@ -570,6 +581,63 @@ def test_tasks_run_in_several_processes(db, site) -> None:
     wait_until(lambda: outcomes(db) == ["completed"] * 10)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(40) == 0
+
+
+# Two databases
+
+TWO = """
+from settings import *
+DATABASES["second"] = {**DATABASES["default"], "NAME": os.environ["SECOND"]}
+TASKS["second"] = {**TASKS["default"], "OPTIONS": {"database": "second"}}
+"""
+
+
+@pytest.fixture
+def second(site, template) -> Iterator[psycopg.Connection]:
+    site.write("two.py", TWO)
+    with database(template) as dsn, psycopg.connect(dsn, autocommit=True) as conn:
+        site.env |= {"SECOND": conn.info.dbname, "DJANGO_SETTINGS_MODULE": "two"}
+        yield conn
+
+
+def test_a_result_is_asked_for_in_its_own_database(db, site, second) -> None:
+    code = """
+import subprocess, sys
+from shop import tools
+from django.db import connections
+import pgqueue
+
+tools.add.enqueue(1)
+id = tools.fail.using(backend="second").enqueue().id
+found = backend.get_result(id)
+print(found.backend, found.task.backend)
+job = pgqueue.enqueue(connections["second"], "foreign", kind="shop.tools.add")
+foreign = backend.get_result(str(job))
+print(foreign.task.backend, foreign.task.queue_name)
+subprocess.run([sys.executable, "manage.py", "pgqueue_worker", "--burst"], check=True)
+found.refresh()
+print(found.status.value, foreign.status.value)
+"""
+    ours = f"from {LIBRARY} import task_backends\nbackend = task_backends['second']"
+    said = site.manage("shell", "-c", ours + code)
+    assert "second second\nsecond foreign\n" in said
+    assert "READY READY\n" in said
+    assert outcomes(db) == ["completed"]
+
+
+@pytest.mark.parametrize("how", ["--database", "--dsn"])
+def test_a_running_task_asks_for_its_result_in_its_own_database(
+    db, site, second, how
+) -> None:
+    kinds = ["shop.tools.look", "shop.tools.look_elsewhere"]
+    for kind in kinds:
+        for conn in db, second:
+            conn.execute("select pgqueue.enqueue('q', kind => %s)", (kind,))
+    where = "second" if how == "--database" else f"dbname={second.info.dbname}"
+    site.manage("pgqueue_worker", "--queue", "q", "--burst", how, where)
+    for job in 1, 2:
+        found = pgqueue.status(second, job)
+        assert found.result == ["second", "second", "q", "RUNNING"]
 
 
 def test_a_producer_gets_results_but_no_arguments_and_no_traceback(

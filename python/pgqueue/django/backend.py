@@ -10,8 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
@@ -28,20 +27,22 @@ import pgqueue
 from pgqueue.judge import summary
 
 try:
-    from django.tasks import base, exceptions, signals
+    from django.tasks import base, exceptions, signals, task_backends
     from django.tasks.backends.base import BaseTaskBackend
 except ImportError:  # before Django 6: the same, as a package of its own
-    from django_tasks import base, exceptions, signals
+    from django_tasks import base, exceptions, signals, task_backends
     from django_tasks.backends.base import BaseTaskBackend
 
 __all__ = [
     "PgQueueBackend",
     "PgQueueTask",
     "base",
+    "changed",
     "is_task",
     "new_result",
     "signals",
     "task_at",
+    "task_backends",
 ]
 
 log = logging.getLogger("pgqueue")
@@ -94,9 +95,13 @@ class PgQueueBackend(BaseTaskBackend):
     supports_priority = True
 
     @property
+    def database(self) -> str:
+        return str(self.options.get("database", "default"))
+
+    @property
     def connection(self) -> Any:
         """Django's connection; raises ImproperlyConfigured if it is not on psycopg 3."""
-        alias = self.options.get("database", "default")
+        alias = self.database
         if alias not in connections.settings:
             raise ImproperlyConfigured(f"DATABASES has no {alias!r}")
         driver = connections[alias].Database
@@ -149,8 +154,7 @@ class PgQueueBackend(BaseTaskBackend):
         task = found and task_at(found.kind)
         if not found or not task:
             raise exceptions.TaskResultDoesNotExist(result_id)
-        with suppress(exceptions.TaskException):  # it need not be one of QUEUES
-            task = task.using(queue_name=found.queue, priority=found.priority)
+        task = changed(task, queue_name=found.queue, priority=found.priority)
         errors = found.errors or []
         ended = [_moment(error["at"]) for error in errors]  # failed attempts
         begun = [found.claimed_at] if found.claimed_at else []
@@ -195,8 +199,18 @@ def new_result(
     task: Any, id: str, status: Any, args: Any, kwargs: Any, backend: str, **known: Any
 ) -> Any:
     known = {**dict.fromkeys(TIMES), "errors": [], "worker_ids": [], **known}
+    task = changed(task, backend=backend)  # which `refresh` asks
     row = {"task": task, "id": id, "status": status, "args": args, "kwargs": kwargs}
     return PgQueueResult(**row, **known, backend=backend)
+
+
+def changed(task: Any, **changes: Any) -> Any:
+    """Return it with other options, unchecked: those of a job need not be as TASKS says."""
+    options = {one.name: getattr(task, one.name) for one in fields(task)} | changes
+    other = object.__new__(type(task))
+    for name, value in options.items():
+        object.__setattr__(other, name, value)
+    return other
 
 
 def task_at(path: str, tell: Callable[..., None] = log.debug) -> Any:

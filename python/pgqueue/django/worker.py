@@ -6,12 +6,15 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from inspect import iscoroutinefunction
 from traceback import format_exception
 from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
 from django.utils import timezone
 from django.utils.module_loading import autodiscover_modules
 
@@ -23,11 +26,14 @@ from pgqueue.django.backend import (
     RUNNING,
     PgQueueBackend,
     base,
+    changed,
     is_task,
     new_result,
     signals,
     task_at,
+    task_backends,
 )
+from pgqueue.django.databases import conninfo, place
 from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
 from pgqueue.judge import cause_of, errors_in
@@ -82,12 +88,12 @@ def _handler(task: Any) -> Callable[..., Any]:
     async def run(job: Job, args: Any, kwargs: Any) -> Any:
         now, worker = timezone.now(), f"{socket.gethostname()}:{os.getpid()}"
         result = new_result(
-            task,
+            changed(task, queue_name=job.queue),
             str(job.id),
             RUNNING,
             args,
             kwargs,
-            task.backend,
+            _backend(task, job),
             started_at=now,
             last_attempted_at=now,
             worker_ids=[""] * (job.attempt - 1) + [worker],
@@ -124,6 +130,31 @@ def _handler(task: Any) -> Callable[..., Any]:
         return await run(job, args, kwargs or {})
 
     return on_loop if is_async else in_thread
+
+
+def _backend(task: Any, job: Job) -> str:
+    """Name the backend of the database that the job is in: the task's own, if it can be."""
+    own, source = str(task.backend), job._attempt.source
+    if source is None:
+        return own
+    where = _place(source.dsn)
+    return next((one for one in (own, *task_backends) if _serves(one, where)), own)
+
+
+def _serves(alias: str, where: tuple[object, ...]) -> bool:
+    with suppress(ValueError, ImproperlyConfigured):
+        backend = task_backends[alias]
+        if isinstance(backend, PgQueueBackend):
+            return _place_of(backend.database) == where
+    return False
+
+
+_place = cache(place)
+
+
+@cache
+def _place_of(database: str) -> tuple[object, ...]:
+    return place(conninfo(database))
 
 
 def _error(error: BaseException) -> Any:

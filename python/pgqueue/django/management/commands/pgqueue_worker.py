@@ -1,18 +1,15 @@
 """manage.py pgqueue_worker: python -m pgqueue.worker, on the database of the settings."""
 
 import argparse
-import re
 import sys
 
 from django.apps import apps
 from django.conf import settings
 from django.core.management.base import BaseCommand
-from django.db import connections
 from django.utils.module_loading import module_has_submodule
-from psycopg.conninfo import make_conninfo
-from psycopg.pq import Conninfo
 
 from pgqueue.app import App
+from pgqueue.django.databases import conninfo
 from pgqueue.django.middleware import fresh_connections
 from pgqueue.worker.__main__ import main
 from pgqueue.worker.options import import_module
@@ -66,18 +63,3 @@ def discover() -> list[App]:
     if not found:
         raise ValueError("no installed app has a pgqueue.App in its jobs.py: use --app")
     return found
-
-
-def conninfo(alias: str) -> str:
-    """Write what Django connects with, as far as libpq knows it."""
-    if alias not in connections:
-        raise ValueError(f"the settings have no database {alias!r}")
-    connection = connections[alias]
-    if connection.vendor != "postgresql":
-        raise ValueError(f"the database {alias!r} is not PostgreSQL")
-    given = connection.get_connection_params()
-    if role := connection.settings_dict["OPTIONS"].get("assume_role"):
-        escaped = re.sub(r"([\\\s])", r"\\\1", role)
-        given["options"] = f"{given.get('options', '')} -c role={escaped}"
-    known = {option.keyword.decode() for option in Conninfo.get_defaults()}
-    return make_conninfo(**{k: v for k, v in given.items() if k in known})
