@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from html import unescape
+from itertools import combinations
 from urllib.parse import quote, urlencode
 
 import documents
@@ -130,6 +131,58 @@ def test_a_job_is_found_by_what_is_known_of_it(serve, mixed, asked, found) -> No
         asked = {"batch": str(jobs["batch id"])}
     (shown,) = all_pages(serve(dsn), **asked)
     assert sorted(shown) == sorted(jobs[name] for name in found)
+
+
+# Jobs that have failed once, each with all that one may ask for.
+ENQUEUE = """
+select pgqueue.enqueue(
+    %(queue)s, %(payload)s, %(kind)s, group_key => %(group)s, unique_key => %(key)s,
+    batch_id => %(batch)s
+)
+"""
+CLAIM = "select id, token from pgqueue.claim(%(queue)s, %(worker)s)"
+FAIL = "select pgqueue.fail(%s, %s, %s, '0 s', %s)"
+
+
+def alike(db: psycopg.Connection, is_dead: bool) -> list[tuple[int, dict[str, str]]]:
+    """Make a job, and one that differs from it in each field; return the fields of all."""
+    values = {name: (f"{name} 1", f"{name} 2") for name in search.FIELDS}
+    batches = column(db, "select pgqueue.create_batch('b') from generate_series(1, 2)")
+    values |= {"payload": ('{"n": 1}', '{"n": 2}'), "batch": tuple(map(str, batches))}
+    jobs = []
+    for other in ("", *search.FIELDS):
+        fields = {name: two[name == other] for name, two in values.items()}
+        # In a queue, only one job that has not ended may have the key.
+        if other not in ("", "queue", "key"):
+            fields["key"] = f"key of another {other}"
+        job = one(db, ENQUEUE, fields)
+        _, token = db.execute(CLAIM, fields).fetchone()
+        db.execute(FAIL, (job, token, fields["error"], is_dead))
+        if not is_dead:
+            assert db.execute(CLAIM, fields).fetchone()[0] == job
+        jobs.append((job, fields))
+    return jobs
+
+
+OF_A_RUN = ("queue", "kind", "worker", "error")  # of a failed one: the job has the rest
+
+
+@pytest.mark.parametrize(
+    ("state", "fields"),
+    [("", search.FIELDS), ("dead", search.FIELDS), ("failed attempts", OF_A_RUN)],
+)
+def test_whatever_is_asked_together_is_all_applied(db, dsn, state, fields) -> None:
+    """Any two or three fields of the first job, and these with one of another."""
+    jobs = alike(db, is_dead=state != "")
+    (_, first), *others = jobs
+    of_other = dict(zip(search.FIELDS, (other for _, other in others), strict=True))
+    for names in (*combinations(fields, 2), *combinations(fields, 3)):
+        given = {name: first[name] for name in names}
+        for asked in (given, *({**given, n: of_other[n][n]} for n in names)):
+            page = read(dsn, search.page, {"state": state, **asked})
+            found = sorted(row["id"] for row in page.context["jobs"])
+            matching = [job for job, has in jobs if asked.items() <= has.items()]
+            assert found == matching, asked
 
 
 @pytest.mark.parametrize(

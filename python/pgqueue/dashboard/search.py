@@ -61,6 +61,8 @@ IN_QUEUE = "hashtext(queue) = hashtext(%(queue)s) and queue = %(queue)s"
 GROUP = "hashtextextended(group_key, hashtext(queue))"
 # The first whose fields are asked for.
 LIVE_WALKS = {
+    # Before all others: the jobs of a batch are known to its walk only, and to no filter.
+    ("batch",): Walk(each("pgqueue.job", OF_BATCH), ("id",)),
     ("queue", "key"): Walk(
         "pgqueue.job", ("id",), "queue = %(queue)s and unique_key = %(key)s"
     ),
@@ -70,7 +72,6 @@ LIVE_WALKS = {
         "group_key is not null"
         f" and {GROUP} = hashtextextended(%(group)s, hashtext(%(queue)s))",
     ),
-    ("batch",): Walk(each("pgqueue.job", OF_BATCH), ("id",)),
     ("leased",): Walk(each("pgqueue.job", "select id from pgqueue.running"), ("id",)),
     ("queue",): Walk(
         "pgqueue.job", ("hashtext(queue)", LANE, "run_at", "id"), IN_QUEUE
