@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
 
 from pgqueue.job import Job, Seconds, to_timedelta
@@ -38,6 +39,8 @@ class App:
         self.middleware = middleware
         self.startup: list[Callable[[], Any]] = []
         self.shutdown: list[Callable[[], Any]] = []
+        self._included: set[App] = set()  # also by those
+        self._around: dict[str, tuple[Middleware, ...]] = {}  # of the included apps
 
     def on_startup(self, function: H) -> H:
         """Call the decorated function when a worker starts, before it claims."""
@@ -57,22 +60,33 @@ class App:
         """Take over the handlers, schedules and hooks that other apps have now.
 
         The timeout and the middleware of an app still apply to its own handlers. The timeout of
-        this one applies to those without; its middleware is entered first. Raises ValueError for
-        a kind that has another handler.
+        this one applies to those without; its middleware is entered first. Of several apps, one
+        that has included another comes before it. Raises ValueError for a kind that has another
+        handler.
         """
-        for app in apps:
-            inner = None if app.middleware is self.middleware else app.middleware
+        inner = {one for app in apps for one in app._included if one is not app}
+        for app in sorted(apps, key=inner.__contains__):
             for task in app.tasks.values():
-                policy = replace(
-                    task.policy,
-                    timeout=task.policy.timeout or self.timeout,
-                    middleware=both(inner, task.policy.middleware),
-                )
                 known = self.tasks.get(task.kind)
                 if known is None or known.function is not task.function:
-                    self.add(replace(task, policy=policy))
+                    self._take_over(app, task)
             self.startup += [hook for hook in app.startup if hook not in self.startup]
             self.shutdown += [h for h in app.shutdown if h not in self.shutdown]
+            self._included |= {app, *app._included}
+
+    def _take_over(self, app: "App", task: Task[Any, Any]) -> None:
+        around = app._around.get(task.kind, ())
+        if app.middleware is not None:
+            around = app.middleware, *around
+        if around and around[0] is self.middleware:
+            around = around[1:]
+        policy = replace(
+            task.policy,
+            timeout=task.policy.timeout or self.timeout,
+            middleware=reduce(both, around, None),
+        )
+        self.add(replace(task, policy=policy))
+        self._around[task.kind] = around
 
     def add(self, task: Task[Any, Any]) -> None:
         if known := self.tasks.get(task.kind):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from datetime import datetime
 
@@ -62,6 +63,46 @@ def test_an_app_with_the_same_middleware_enters_it_once(db, dsn) -> None:
     assert (outcomes(db), notes) == ({"completed": 1}, ["around"])
 
 
+def test_two_that_share_a_middleware_enter_it_once_whatever_is_between(db, dsn) -> None:
+    notes: list[str] = []
+    around, inner = noting(notes, "around"), noting(notes, "inner")
+    apps = [pgqueue.App(middleware=m) for m in (inner, around, None, around, None)]
+    apps[0].job("part")(lambda: None).enqueue(db)
+    for app, outer in itertools.pairwise(apps):
+        outer.include(app)
+    work(apps[-1], dsn)
+    assert (outcomes(db), notes) == ({"completed": 1}, ["around", "inner"])
+
+
+def test_an_app_that_includes_another_counts_wherever_both_are_named(db, dsn) -> None:
+    notes: list[str] = []
+    base = pgqueue.App()
+    billing = pgqueue.App(middleware=noting(notes, "billing"))
+    shop = pgqueue.App(timeout=0.05, middleware=noting(notes, "shop"))
+    late = base.job("late", max_attempts=1)(asyncio.Event().wait)
+    billing.include(base)
+    shop.include(billing)
+    base.job("later")(lambda: None).enqueue(db)  # than they were included
+    for others in (base, shop, billing), (base, shop), (billing, base, shop):
+        app = pgqueue.App()
+        app.include(*others)
+        late.enqueue(db)
+        work(app, dsn)
+    assert outcomes(db) == {"dead": 3, "completed": 1}
+    assert notes == ["shop", "billing"] * 3
+
+
+def test_apps_that_include_each_other_are_taken_over(db, dsn) -> None:
+    one, other = pgqueue.App(), pgqueue.App()
+    one.job("k")(lambda: None).enqueue(db)
+    one.include(other)
+    other.include(one)
+    app = pgqueue.App()
+    app.include(one, other)
+    work(app, dsn)
+    assert outcomes(db) == {"completed": 1}
+
+
 def test_a_middleware_of_an_included_app_may_swallow_and_replace(db, dsn) -> None:
     @contextlib.contextmanager
     def swallows(job: pgqueue.Job):
@@ -117,6 +158,31 @@ def test_a_worker_takes_several_apps_and_works_on_the_queues_of_all(
     assert outcomes(db) == {"completed": 3}
     queues = ", ".join(f"{name} queue" for name in modules)
     assert f" works on {queues} (those of its handlers), " in done.stderr.split("\n")[0]
+
+
+INCLUDES = """
+import contextlib
+import pgqueue
+from shop import app as shop
+
+@contextlib.contextmanager
+def around(job):
+    print("around", job.kind)
+    yield
+
+app = pgqueue.App(middleware=around)
+app.include(shop)
+"""
+
+
+def test_a_worker_that_is_given_an_app_and_what_it_includes_runs_it_as_the_app_says(
+    run, db, modules, tmp_path
+) -> None:
+    (tmp_path / "outer.py").write_text(INCLUDES)
+    pgqueue.enqueue(db, "shop queue", kind="shop")
+    done = run("pgqueue.worker", "--app", "shop,outer", "--burst")
+    assert outcomes(db) == {"completed": 1}
+    assert done.stdout == "around shop\n"
 
 
 def test_several_apps_that_share_a_kind_are_refused(run, tmp_path) -> None:

@@ -381,6 +381,35 @@ def bill() -> None: ...
 """
 
 
+OUTER = """
+import contextlib
+import pgqueue
+from shop.jobs import app as shop
+
+@contextlib.contextmanager
+def around(job):
+    print("around", job.kind)
+    yield
+
+app = pgqueue.App(middleware=around)
+app.include(shop)
+"""
+
+
+def test_an_app_that_is_found_with_those_that_it_includes_has_its_middleware(
+    db, site
+) -> None:
+    site.manage("migrate")
+    # The module of the outer one begins with the inner one.
+    site.write("outer/__init__.py")
+    site.write("outer/jobs.py", OUTER)
+    site.write("more.py", "from settings import *", 'INSTALLED_APPS += ["outer"]')
+    pgqueue.enqueue(db, "orders", {"order": 1}, kind="confirm")
+    said = site.manage("pgqueue_worker", "--burst", "--settings", "more")
+    assert outcomes(db) == ["completed"]
+    assert "around confirm" in said
+
+
 NOTHING = """
 INSTALLED_APPS.remove("shop")
 del TASKS
