@@ -319,6 +319,37 @@ def test_a_failed_statement_rolls_back_its_attempt_and_not_the_test(conn) -> Non
         assert [r.outcome for r in drain(conn, own, raises=False)] == ["retry"]
 
 
+@pytest.mark.timeout(60)
+def test_drain_cancels_an_async_handler_at_its_timeout(conn) -> None:
+    own = pgqueue.App(timeout=0.05)
+    is_cleaned_up = []
+
+    @own.job("waits", max_attempts=1)
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cleaned_up.append(True)
+
+    @own.job("queries", max_attempts=1, transaction=True)
+    async def queries(job: pgqueue.Job) -> None:
+        await job.connection.execute("create table left_behind ()")
+        await job.connection.execute("select pg_sleep(600)")
+
+    @own.job("in time", timeout=3600)
+    async def in_time() -> str:
+        return "done"
+
+    for task in (waits, queries, in_time):
+        task.enqueue(conn)
+    ran = drain(conn, own, raises=False)
+    assert [r.outcome for r in ran] == ["dead", "dead", "completed"]
+    said = [r.error.partition("\n")[0] for r in ran[:2]]
+    assert said == ["TimeoutError: timed out after 0.05 seconds"] * 2
+    assert is_cleaned_up
+    assert one(conn, "select to_regclass('left_behind')") is None
+
+
 def test_drain_raises_what_a_handler_raises_within_a_stream(dsn) -> None:
     own = pgqueue.App()
 

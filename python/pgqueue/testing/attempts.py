@@ -80,8 +80,20 @@ def _attempt(conn: Connection, app: App, attempt: Attempt) -> Outcome:
     attempt.connect = lambda _: _savepoint(conn, is_async, turn)
     attempt.ask = _ask
     if is_async:
-        return _await(lambda: run_async(attempt, app.middleware))
+        return _await(lambda: _in_time(attempt, run_async(attempt, app.middleware)))
     return _call(lambda: run(attempt, app.middleware))
+
+
+async def _in_time(attempt: Attempt, running: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """Cancel it when its time is up, as a worker does."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if attempt.timeout is None or task is None:
+        return await running
+    timer = loop.call_later(attempt.timeout, task.cancel)
+    try:
+        return await running
+    finally:
+        timer.cancel()
 
 
 @contextlib.asynccontextmanager
