@@ -35,7 +35,7 @@ LOGGING = {{
 """
 # Not in a module `tasks`: it is found by its path.
 TOOLS = f"""
-import asyncio
+import asyncio, logging, threading
 import pgqueue
 from {LIBRARY} import task
 from shop.models import Order
@@ -96,6 +96,32 @@ def snooze(context):
 def group(kind):
     raise ExceptionGroup("of one", [pgqueue.Reject("no") if kind == "Reject" else pgqueue.Snooze(100)])
 
+@task
+def many(kind):
+    return {{"generator": (n for n in [1]), "coroutine": aadd.func()}}[kind]
+
+class Overrun(logging.Handler):
+    # A worker says when an attempt goes on after its timeout.
+    seen = threading.Event()
+
+    def emit(self, record):
+        if "timed out" in record.getMessage():
+            self.seen.set()
+
+logging.getLogger("pgqueue").addHandler(Overrun())
+
+@task
+def overruns():
+    Overrun.seen.wait(60)
+    return "late"
+
+@task
+async def aoverruns():
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        return "late"
+
 @task(backend="dummy")
 def elsewhere():
     return "here"
@@ -113,14 +139,16 @@ lazy = SimpleLazyObject(lambda: 1 / 0)
 """
 # The behaviour that Django's own tests expect of a backend.
 CASES = f"""
-import dataclasses, pickle, sys
+import contextlib, dataclasses, pickle, sys
 from datetime import datetime, timedelta
+from unittest import mock
 from asgiref.sync import sync_to_async
 from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import TestCase, TransactionTestCase, override_settings
 from django.utils import timezone
 import pgqueue
+from pgqueue.attempt import Outcome
 from {LIBRARY} import TaskResultStatus as S, default_task_backend, task, task_backends
 from {LIBRARY}.exceptions import TaskException, TaskResultDoesNotExist, TaskResultMismatch
 from pgqueue.django import PgQueueBackend
@@ -134,6 +162,10 @@ WITH_OTHER = {{
 
 def run(**options):
     return drain(connection, app, raises=False, **options)
+
+def states(logs):
+    said = [line.partition("state=")[2] for line in logs.output if "state=" in line]
+    return [line.split()[0].rpartition(".")[2] for line in said]
 
 class BackendTest(TestCase):
     def test_it_is_the_backend_that_is_set(self):
@@ -351,9 +383,7 @@ class BackendTest(TestCase):
             for one in (tools.add, tools.aadd, tools.fail.using(max_attempts=1)):
                 one.enqueue()
             run()
-        said = [line.partition("state=")[2] for line in logs.output if "state=" in line]
-        ends = [line.split()[0].rpartition(".")[2] for line in said]
-        self.assertEqual(ends, ["RUNNING", "SUCCESSFUL", "RUNNING", "SUCCESSFUL", "RUNNING", "FAILED"])
+        self.assertEqual(states(logs), ["RUNNING", "SUCCESSFUL", "RUNNING", "SUCCESSFUL", "RUNNING", "FAILED"])
         self.assertEqual(sum("enqueued" in line for line in logs.output), 3)
 
     def test_nothing_is_signalled_as_finished_that_goes_on(self):
@@ -369,9 +399,40 @@ class BackendTest(TestCase):
                 tools.group.using(max_attempts=2 if kind == "Reject" else 1).enqueue(kind)
             ran = run()
         self.assertEqual([one.outcome for one in ran], ["dead", "released"])
-        said = [line.partition("state=")[2] for line in logs.output if "state=" in line]
-        states = [line.split()[0] for line in said]
-        self.assertEqual(states, ["RUNNING", "FAILED", "RUNNING"])
+        self.assertEqual(states(logs), ["RUNNING", "FAILED", "RUNNING"])
+
+    def test_a_value_that_has_not_run_is_signalled_as_a_failure(self):
+        for kind in ("generator", "coroutine"):
+            for attempts, ends in ((2, ["RUNNING"]), (1, ["RUNNING", "FAILED"])):
+                with self.assertLogs("{LIBRARY}", level="DEBUG") as logs:
+                    tools.many.using(max_attempts=attempts).enqueue(kind)
+                    run()
+                self.assertEqual(states(logs), ends)
+
+    def test_what_has_lost_its_lease_is_not_signalled_as_finished(self):
+        def lose(job):
+            job._attempt.expires = 0
+            return contextlib.nullcontext()
+
+        for one in (tools.add, tools.fail):
+            self.assertEqual(self.signalled(one, lose), ["RUNNING"])
+
+    def test_what_was_given_up_at_its_timeout_is_signalled_as_a_failure(self):
+        def give_up(job):
+            attempt = job._attempt
+            attempt.timeout, attempt.started, attempt.has_timed_out = 1, 0, True
+            attempt.expires, attempt.outcome = 0, Outcome("fail")
+            return contextlib.nullcontext()
+
+        for one in (tools.add, tools.aadd, tools.snooze):
+            self.assertEqual(self.signalled(one, give_up), ["RUNNING", "FAILED"])
+
+    def signalled(self, one, middleware):
+        with self.assertLogs("{LIBRARY}", level="DEBUG") as logs:
+            one.using(max_attempts=1).enqueue()
+            with mock.patch.object(app, "middleware", middleware):
+                run()
+        return states(logs)
 
     def test_only_modules_of_apps_are_imported_for_a_kind(self):
         import sys
@@ -400,7 +461,6 @@ class CheckTest(TestCase):
 
     def test_another_driver_is_refused(self):
         import psycopg2
-        from unittest import mock
         with mock.patch.object(connection, "Database", psycopg2):
             self.assertEqual(self.said(), ["pgqueue.E001"])
             with self.assertRaisesMessage(Exception, "is on psycopg2, not on psycopg 3"):
@@ -581,6 +641,18 @@ def test_tasks_run_in_several_processes(db, site) -> None:
     wait_until(lambda: outcomes(db) == ["completed"] * 10)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(40) == 0
+
+
+@pytest.mark.parametrize("name", ["overruns", "aoverruns"])
+def test_a_task_that_returns_after_its_timeout_is_signalled_as_a_failure(
+    db, site, name
+) -> None:
+    query = "select pgqueue.enqueue('default', kind => %s, max_attempts => 1)"
+    db.execute(query, (f"shop.tools.{name}",))
+    said = site.manage("pgqueue_worker", "--burst", "--timeout", "0.1")
+    assert outcomes(db) == ["dead"]
+    states = re.findall(r"state=(?:\w+\.)?(\w+)", said)
+    assert set(states) == {"RUNNING", "FAILED"}
 
 
 # Two databases

@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import suppress
 from functools import cache
 from inspect import iscoroutinefunction
@@ -19,7 +19,7 @@ from django.utils import timezone
 from django.utils.module_loading import autodiscover_modules
 
 from pgqueue.app import App
-from pgqueue.client import LeaseLost
+from pgqueue.attempt import RELEASED
 from pgqueue.django.backend import (
     DONE,
     FAILED,
@@ -36,8 +36,7 @@ from pgqueue.django.backend import (
 from pgqueue.django.databases import conninfo, place
 from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
-from pgqueue.judge import cause_of, errors_in
-from pgqueue.policy import Reject, Snooze
+from pgqueue.judge import completed, judge
 from pgqueue.task import Task
 from pgqueue.worker.seldom import level_of, log
 
@@ -103,9 +102,10 @@ def _handler(task: Any) -> Callable[..., Any]:
         try:
             value = task.func(*given, *result.args, **result.kwargs)
             value = await value if is_async else value
+            _check(job, value)
         except BaseException as error:
-            if _is_last(job, error):
-                result.errors.append(_error(error))
+            if failure := _last_failure(job, error):
+                result.errors.append(_error(failure))
                 await tell(
                     signals.task_finished,
                     result,
@@ -113,14 +113,14 @@ def _handler(task: Any) -> Callable[..., Any]:
                     finished_at=timezone.now(),
                 )
             raise
-        now = timezone.now()
-        await tell(
-            signals.task_finished,
-            result,
-            status=DONE,
-            finished_at=now,
-            _return_value=value,
-        )
+        if not job.lost and job._attempt.outcome is RELEASED:
+            await tell(
+                signals.task_finished,
+                result,
+                status=DONE,
+                finished_at=timezone.now(),
+                _return_value=value,
+            )
         return value
 
     def in_thread(job: Job, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,12 +165,24 @@ def _error(error: BaseException) -> Any:
     )
 
 
-def _is_last(job: Job, error: BaseException) -> bool:
-    """Whether nothing follows this failure."""
-    if job.lost or isinstance(cause_of(error), LeaseLost | Snooze):
-        return False
-    is_refused = job.cancelled or any(isinstance(e, Reject) for e in errors_in(error))
-    return is_refused or job.attempt >= job.max_attempts
+def _check(job: Job, value: Any) -> None:
+    """Raise what the attempt will fail for although its task has returned."""
+    if job._attempt.is_late():
+        raise job._attempt.timeout_error()
+    if isinstance(value, Awaitable | Generator | AsyncGenerator):
+        completed(value)  # which refuses it
+
+
+def _last_failure(job: Job, error: BaseException) -> BaseException | None:
+    """Return what the task has failed for, if nothing follows this attempt."""
+    # If it was given up as failed, that has been reported, whatever became of its lease.
+    if job.lost and job._attempt.outcome.name != "fail":
+        return None
+    outcome = judge(job._attempt, error)
+    is_last = job.cancelled or job.attempt >= job.max_attempts
+    if outcome.name == "reject" or (outcome.name == "fail" and is_last):
+        return outcome.error or error
+    return None
 
 
 app = TaskApp()
