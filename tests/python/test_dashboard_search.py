@@ -355,6 +355,21 @@ def test_all_that_match_are_ended_after_a_dry_run(site, db) -> None:
     assert "All that match" not in page.get("/jobs?state=dead&worker=killer").text
 
 
+def test_the_number_of_an_error_leads_to_the_jobs_that_it_counts(site, db) -> None:
+    page = site(allow_actions=True)
+    alike = "OperationalError: the connection to the server at db.example.internal: "
+    for number, why in enumerate(("refused", "50% of \\ are gone " + "é" * 500), 1):
+        db.execute("select pgqueue.enqueue('q') from generate_series(1, %s)", (number,))
+        kill(db, "q", alike + why)
+    links = re.findall(r'href="(/jobs\?[^"]*)">(\d)</a>', page.get("/dead").text)
+    assert sorted(number for _, number in links) == ["1", "2"]
+    for link, number in links:
+        shown = page.get(unescape(link))
+        assert len(ids(shown.text)) == int(number)
+        sure = send(page, shown, "Discard")
+        assert f"{number} job{'s' * (number == '2')} would be deleted" in sure.text
+
+
 def test_nothing_selected_and_another_site_to_go_back_to_are_refused(site, db) -> None:
     page = site(allow_actions=True)
     assert page.get("/confirm?action=cancel&back=/jobs").status == 404

@@ -64,14 +64,6 @@ def as_json(value: Any) -> str:
     return json.dumps(value)
 
 
-def pattern(error_like: str) -> str:
-    """Make a pattern short enough for a link: it may then match more."""
-    if len(error_like) <= 60:
-        return error_like
-    # Half an escape would be another pattern.
-    return error_like[:60].rstrip("\\") + "%"
-
-
 def outline(
     ago: Iterable[int],
     values: Sequence[Any],
@@ -97,5 +89,5 @@ def outline(
     return "".join(steps) + f"V{height}z"
 
 
-FILTERS = (number, percent, span, seconds, exact, as_json, pattern)
+FILTERS = (number, percent, span, seconds, exact, as_json)
 FUNCTIONS = (since, outline)
