@@ -1,8 +1,12 @@
 """Traces: from whoever enqueues a job, by its headers, to the span of each attempt."""
 
 import asyncio
+import re
 import threading
+import tomllib
+from importlib import metadata
 
+import documents
 import pgqueue
 import psycopg
 import pytest
@@ -325,3 +329,19 @@ def main() -> None:
         told.enqueue(conn)
         fails.enqueue(conn)
 """
+
+
+def test_the_page_installs_what_it_imports() -> None:
+    section = documents.sections("docs/tracing.md")["Tracing"]
+    (block,) = documents.blocks(section, "python")
+    (named,) = re.findall("`pip install ([^`]*)`", section)
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    needed = [*named.split()[1:], *project["optional-dependencies"]["otel"]]
+    names = [re.split("[<>=]", one)[0] for one in needed]
+    files = {str(file) for name in names for file in metadata.files(name) or ()}
+    imported = re.findall(r"^from (opentelemetry\S*) import (\w+)", block.text, re.M)
+    assert imported
+    for module, name in imported:
+        path = module.replace(".", "/")
+        here = {f"{path}/__init__.py", f"{path}.py", f"{path}/{name}/__init__.py"}
+        assert files & here, module
