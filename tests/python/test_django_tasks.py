@@ -267,6 +267,23 @@ class BackendTest(TestCase):
         self.assertEqual([e.traceback for e in result.errors], ["a typo"])
         self.assertEqual(result.errors[0].exception_class, Exception)
 
+    def test_a_task_that_was_put_off_has_neither_begun_nor_failed(self):
+        result = tools.add.using(max_attempts=1).enqueue(1)
+        job = int(result.id)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "select f.* from pgqueue.claim('default', 'another') as c, pgqueue.finish("
+                "array[c.id], array[c.token], '{{release}}', '{{no handler for its kind}}') as f"
+            )
+        self.assertEqual(pgqueue.status(connection, job).last_error, "no handler for its kind")
+        result.refresh()
+        self.assertEqual((result.status, result.attempts, result.errors), (S.READY, 0, []))
+        self.assertEqual((result.started_at, result.last_attempted_at), (None, None))
+        with connection.cursor() as cursor:
+            cursor.execute("select pgqueue.claim('default', 'another')")
+        result.refresh()
+        self.assertEqual((result.status, result.worker_ids, result.errors), (S.RUNNING, ["another"], []))
+
     def test_a_result_that_cannot_be_stored_does_not_fail_it(self):
         result = tools.odd.enqueue()
         run()

@@ -155,13 +155,16 @@ class PgQueueBackend(BaseTaskBackend):
         if not found or not task:
             raise exceptions.TaskResultDoesNotExist(result_id)
         task = changed(task, queue_name=found.queue, priority=found.priority)
-        errors = found.errors or []
+        # Without an attempt it was put off, as for want of a handler.
+        errors = [e for e in found.errors or () if e["attempt"] is not None]
         ended = [_moment(error["at"]) for error in errors]  # failed attempts
         begun = [found.claimed_at] if found.claimed_at else []
         workers = {error["attempt"]: error["worker"] for error in errors}
         workers |= {found.attempt: found.worker} if found.worker else {}
         texts = [error["error"] for error in errors]
-        if not texts and found.last_error:  # why it was cancelled, or all one may see
+        # Why it was cancelled, or all that one may see of its attempts.
+        is_known = found.finished_at or (found.errors is None and found.attempt)
+        if not texts and found.last_error and is_known:
             texts = [found.last_error]
         payload = found.payload if isinstance(found.payload, dict) else {}
         result = new_result(
