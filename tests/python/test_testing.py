@@ -185,6 +185,15 @@ def test_drain_outside_a_transaction_needs_committed_true(conn, db) -> None:
     assert [r.result for r in drain(conn, app, committed=True)] == ["hello once more"]
 
 
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+def test_drain_refuses_a_transaction_that_is_not_read_committed(dsn, level) -> None:
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute(f"begin isolation level {level}")
+        welcome.enqueue(conn, to="ada")
+        with pytest.raises(psycopg.errors.ActiveSqlTransaction, match="READ COMMITTED"):
+            drain(conn, app)
+
+
 def test_a_job_whose_error_drain_raises_has_failed(db) -> None:
     for kind in ("broken", "final"):
         pgqueue.enqueue(db, "default", kind=kind)
