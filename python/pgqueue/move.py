@@ -30,8 +30,7 @@ DEPART = (
     " from rows from (unnest(%(kinds)s::text[]), unnest(%(queues)s::text[]), unnest(%(keys)s::text[]))"
     " as a (kind, queue, key) cross join lateral pgqueue._depart(a.kind, a.queue, a.key) as d"
 )
-# Or a server that answers no more would hold up what is locked on the other one for ever.
-UNLOCK = "set local idle_in_transaction_session_timeout = '5 min'"
+UNLOCK = "set local idle_in_transaction_session_timeout = '5 min'"  # if the other server hangs
 EXPECT = "select pgqueue._expect(%(parts)s)"
 EXPECTED = "select m.what, m.key from pgqueue.moving as m where m.content is not null"
 ARRIVE = "select pgqueue._arrive(%(whats)s, %(keys)s)"
@@ -141,7 +140,8 @@ class Shards:
         asked = {"kinds": kinds, "queues": queues, "keys": keys}
         states, texts, names, size = list[str](), list[str](), list[Part](), 0
         with source.transaction():
-            source.execute(f"set local {database.SEARCH_PATH}; {UNLOCK}")
+            source.execute(f"set local {database.SEARCH_PATH}")
+            source.execute(UNLOCK)
             with source.cursor("departing") as departing:
                 departing.itersize = 10
                 for state, text, parts in departing.execute(DEPART, asked):

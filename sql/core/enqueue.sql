@@ -288,8 +288,8 @@ begin
             refused := pgqueue._refuse(pgqueue._bad_name('kind', kind));
         end if;
     end if;
-    -- Compressed it may be much larger.
-    if pg_column_size(payload) > 250 then
+    -- From a table it may be compressed, to an eightieth.
+    if pg_column_size(payload) > 1000 then
         refused := pgqueue._refuse(pgqueue._check_length('payload', payload));
     end if;
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> fold % 63 & 1 = 1 then

@@ -158,7 +158,7 @@ def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
     run, db, role
 ) -> None:
     done = run("pgqueue", "health")
-    said = "ok: 27 checks have found nothing wrong\n"
+    said = "ok: 28 checks have found nothing wrong\n"
     assert (done.returncode, done.stdout) == (0, said)
     assert "ok: waits: " in run("pgqueue", "health", "--all").stdout
     assert "3 unknown" in run("pgqueue", "health", "--help").stdout

@@ -172,7 +172,7 @@ def test_a_check_that_fails_says_so_and_stops_no_other(db, owner):
         " (SQLSTATE 42501)",
         "schedules": "health could not look: column s.problem does not exist (SQLSTATE 42703)",
     }
-    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 27
+    assert len(owner.execute("select from pgqueue.health()").fetchall()) == 28
 
 
 # What VACUUM needs

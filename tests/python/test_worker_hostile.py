@@ -406,7 +406,7 @@ def test_schedules_are_declared_while_handlers_are_found(db, dsn) -> None:
             return super().execute(*args, **options)
 
     with Finding.connect(dsn, autocommit=True) as conn:
-        Maintenance(Server(dsn), app, declares=True).work(conn)
+        Maintenance(Server(dsn), app, 0, 1).work(conn)
     assert column(db, "select kind from pgqueue.schedules order by 1") == [
         "first",
         "second",
@@ -418,7 +418,7 @@ def test_a_statement_timeout_does_not_end_the_maintenance(db, dsn, connect) -> N
     db.execute(f"alter database {db.info.dbname} set statement_timeout = '200 ms'")
     holder = connect(autocommit=False)
     holder.execute("lock table pgqueue.recent_key")
-    maintenance = Maintenance(Server(dsn), pgqueue.App(), declares=False)
+    maintenance = Maintenance(Server(dsn), pgqueue.App(), 0, 1)
 
     def work() -> None:
         with maintenance.connect() as conn:
