@@ -24,8 +24,8 @@ create temporary table before as select to_jsonb(j) as job from pgqueue.job as j
 create temporary table left_here as select d.* from pgqueue._depart('group', 'q', 'a') as d;
 select is(l.state, 'free', 'a group that waits may go') from left_here as l;
 select is(jsonb_array_length(l.parts), 2, 'with all its jobs') from left_here as l;
-select throws_ok(
-    'select pgqueue._expect(l.parts) from left_here as l', '55000', 'job 1 is on both shards',
+select throws_like(
+    'select pgqueue._expect(l.parts) from left_here as l', 'job % is on both shards',
     'what another shard has under the same id is not expected'
 );
 -- From here on this is the other shard.
