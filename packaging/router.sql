@@ -161,7 +161,7 @@ declare
     place int;
     above bigint;
 begin
-    if current_setting('pgqueue.above', true) ~ format('^%s [0-9]{1,18}$', shards) then
+    if current_setting('pgqueue.above', true) ~ format('^%s [0-9]{1,19}$', shards) then
         return split_part(current_setting('pgqueue.above'), ' ', 2);
     end if;
     for place in select * from generate_series(0, shards - 1) loop

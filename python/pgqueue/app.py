@@ -64,12 +64,16 @@ class App:
         that has included another comes before it. Raises ValueError for a kind that has another
         handler.
         """
-        inner = {one for app in apps for one in app._included if one is not app}
-        for app in sorted(apps, key=inner.__contains__):
+        left = list(apps)
+        while left:
+            inner = {one for app in left for one in app._included if one is not app}
+            app = next((app for app in left if app not in inner), left[0])
+            left.remove(app)
             for task in app.tasks.values():
                 known = self.tasks.get(task.kind)
                 if known is None or known.function is not task.function:
                     self._take_over(app, task)
+        for app in apps:
             self.startup += [hook for hook in app.startup if hook not in self.startup]
             self.shutdown += [h for h in app.shutdown if h not in self.shutdown]
             self._included |= {app, *app._included}

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import psycopg
 
-from pgqueue.drivers import call, on_any_connection
+from pgqueue.drivers import as_interval, call, on_any_connection
 from pgqueue.payload import to_json
 
 OnDuplicate = Literal["skip", "replace", "postpone", "error"]
@@ -79,7 +79,8 @@ CASTS = {
 }
 NAMES = ("kind", "unique_key", "group_key")
 MOMENTS = ("run_at", "expires_at")
-DELAY = "pg_catalog.now() operator(pg_catalog.+) %s"
+INTERVAL = "%s::pg_catalog.text::interval"
+DELAY = f"pg_catalog.now() operator(pg_catalog.+) {INTERVAL}"
 
 
 @on_any_connection
@@ -188,7 +189,7 @@ def _read(name: str, value: Any) -> tuple[str, Any]:
     """Return how an option is written in the query, and what is sent for it."""
     if name in MOMENTS:
         if isinstance(value, timedelta):
-            return DELAY, value
+            return DELAY, as_interval(value)
         if isinstance(value, int | float):
             raise TypeError(f"{name} must be a datetime or a timedelta, not {value!r}")
         if isinstance(value, datetime) and value.tzinfo is None:
@@ -199,6 +200,8 @@ def _read(name: str, value: Any) -> tuple[str, Any]:
     elif name == "unique_for":
         if isinstance(value, int | float):
             raise TypeError(f"unique_for must be a timedelta, not {value!r}")
+        if isinstance(value, timedelta):
+            return INTERVAL, as_interval(value)
     elif name == "headers":
         value = to_json(value, name)
     elif name == "after":

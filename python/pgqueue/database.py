@@ -42,6 +42,8 @@ ENVIRONMENT = {
 BACKEND = "select pg_catalog.pg_backend_pid()"
 READ_COMMITTED = psycopg.IsolationLevel.READ_COMMITTED
 SEARCH_PATH = "search_path = pg_catalog, pg_temp"
+# Where the server's system can tell: what was given up need not wait for a lock any more.
+CHECK_CLIENT = "set client_connection_check_interval = '2 s'"
 
 # What waiting cannot fix: no such schema, or other functions in it.
 INCOMPATIBLE = (psycopg.errors.InvalidSchemaName, psycopg.errors.UndefinedFunction)
@@ -163,18 +165,17 @@ async def set_up(conn: Any) -> None:
     conn.prepare_threshold = None
     if not await is_pooled(conn):
         # Compiling a plan takes longer than any of our statements. A short timeout might cancel
-        # the same call again and again; a long one is what a worker's deadlines are for. A call
-        # that was given up need not wait for a lock any more; not all systems can tell.
+        # the same call again and again; a long one is what a worker's deadlines are for.
         settings = (
             f"set statement_timeout = 0; set {SEARCH_PATH}; set jit = off;"
             " set idle_session_timeout = 0;"
-            " set default_transaction_isolation = 'read committed';"
-            " do $$ begin set client_connection_check_interval = '2 s';"
-            " exception when invalid_parameter_value then null; end $$"
+            " set default_transaction_isolation = 'read committed'"
         )
         if conn.info.server_version >= 170000:
             settings = f"set transaction_timeout = 0; {settings}"
         await settled(conn.execute(settings))
+        with suppress(psycopg.errors.InvalidParameterValue):
+            await settled(conn.execute(CHECK_CLIENT))
         conn.prepare_threshold = 0
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import psycopg
@@ -61,6 +62,11 @@ def run_without_loop(running: Coroutine[Any, Any, T]) -> T:
         value: T = end.value
         return value
     raise RuntimeError("it waits for an event loop")
+
+
+def as_interval(value: timedelta) -> str:
+    """Write it in units of the clock, in any IntervalStyle: to Postgres a day may have 23 hours."""
+    return f"{value.days * 86400 + value.seconds} s {value.microseconds} us"
 
 
 async def settled(value: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from pgqueue.drivers import settled
+from pgqueue.drivers import as_interval, settled
 from pgqueue.payload import result_reader, storable, to_json
 from pgqueue.results import NotCompleted, Result
 
@@ -27,7 +27,7 @@ DEADLINE = (
     "select d.at operator(pg_catalog.#>>) '{}', (d.at operator(pg_catalog.#>>) '{}')"
     "::timestamp with time zone operator(pg_catalog.<=) pg_catalog.clock_timestamp()"
     " from (select pgqueue.save_step(%s, %s, %s, pg_catalog.to_jsonb("
-    "pg_catalog.clock_timestamp() operator(pg_catalog.+) %s::interval)) as at offset 0) as d"
+    "pg_catalog.clock_timestamp() operator(pg_catalog.+) %s::pg_catalog.text::interval)) as at offset 0) as d"
 )
 # The event's payload comes without a name. A null reads none of that.
 READ = (
@@ -146,10 +146,14 @@ class Steps:
         return known[name]["payload"]
 
     async def wait_for_jobs(self, name: str, ids: Sequence[int], timeout: Time) -> Any:
-        known = await self._load()
+        known, ids = await self._load(), list(ids)
         ended = f"{name}: ended"
+        before = known.get(name) or [row[0] for row in known.get(ended) or []]
+        if before and sorted(before) != sorted(ids):
+            told = "jobs, as if this wait had been inserted before that one"
+            raise RuntimeError(f"an earlier attempt waited here for other {told}")
         if ended not in known:
-            ids, values = list(ids), None
+            values = None
             found = {r.id: r for r in await self.results()}
             rows = [found.get(id, Result(id, None, "gone", None)) for id in ids]
             is_new = name not in known
@@ -163,7 +167,8 @@ class Steps:
             await self._save(ended, to_json(values, name), failed)
         if known[ended] is None:
             raise TimeoutError("the jobs have not ended in time")
-        results = [Result(*row) for row in known[ended]]
+        by_id = {row[0]: Result(*row) for row in known[ended]}
+        results = [by_id[id] for id in ids]
         if any(r.outcome != "completed" for r in results):
             raise NotCompleted(results)
         return [r.result for r in results]
@@ -217,7 +222,8 @@ class Steps:
         await self._save_failures()
         if timeout is not None:
             over, known = derived(f"{name}: over"), await self._load()
-            rows = await self._ask(DEADLINE, *self._lease, until, timeout)
+            seconds = as_interval(timeout)
+            rows = await self._ask(DEADLINE, *self._lease, until, seconds)
             ((terms["run_at"], is_due),) = rows
             terms["step"], is_over = over, is_due or over in known
         if last or not is_over:

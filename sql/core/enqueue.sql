@@ -360,6 +360,10 @@ begin
                     hint = 'Choose another on_duplicate to get its id instead of this error.';
             end if;
             exit when job_id is not null;
+            -- It has ended the job that had the key, and with it, perhaps, the batch.
+            if batch_id is not null then
+                refused := pgqueue._refuse(pgqueue._lock_batch(batch_id));
+            end if;
         end loop;
 
         if found then

@@ -242,54 +242,67 @@ declare
     asked bigint[];
     last bigint;
     span bigint := 4 * most;
+    own text[] := pgqueue._own_queues('worker', 'producer', 'operator');
+    given int := 0;
+    came int;
 begin
     select coalesce((j.terms).after, '{}') into first
     from pgqueue.job as j
     where j.id = results_of.job_id and j.token = results_of.token and pgqueue._is_own(j.queue, pgqueue._own_queues('worker'));
     refused := pgqueue._refuse(case when not found then pgqueue._lost(results_of.job_id, results_of.token) end);
     select b.* into batch from pgqueue.batch as b where b.callback_id = results_of.job_id;
-    -- Those of the batch that the log still has. It is in the order of time, nearly that of the ids: a part of it for
-    -- each call, and not the whole.
-    last := greatest(batch.id, after_id);
-    while last < batch.callback_id and cardinality(of_batch) < most loop
-        of_batch := of_batch || array(
-            select distinct r.job_id
-            from pgqueue.run as r
-            where r.job_id > last and r.job_id <= last + span and r.job_id < batch.callback_id
-                and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
-            order by r.job_id
+    -- Until there are enough, for some may be of queues that this role may not ask about.
+    loop
+        -- Those of the batch that the log still has. It is in the order of time, nearly that of the ids: a part of it
+        -- for each call, and not the whole.
+        of_batch := '{}';
+        last := greatest(batch.id, after_id);
+        while last < batch.callback_id and cardinality(of_batch) < most loop
+            of_batch := of_batch || array(
+                select distinct r.job_id
+                from pgqueue.run as r
+                where r.job_id > last and r.job_id <= last + span and r.job_id < batch.callback_id
+                    and r.options -> 'batch_id' = to_jsonb(batch.id) and r.outcome in ('completed', 'dead', 'cancelled')
+                order by r.job_id
+                limit most
+            );
+            last := last + span;
+            span := 4 * span;
+        end loop;
+        asked := array(
+            select u.id
+            from (select unnest(first) union select unnest(of_batch)) as u (id)
+            where u.id > coalesce(after_id, 0)
+            order by u.id
             limit most
         );
-        last := last + span;
-        span := 4 * span;
+        return query
+        with ended as materialized (
+            select distinct on (r.job_id) r.job_id, r.queue, r.kind, r.result
+            from pgqueue.run as r
+            where r.job_id between asked[1] and asked[cardinality(asked)] and r.job_id = any (asked)
+                and r.outcome in ('completed', 'dead', 'cancelled')
+            -- As in _last_run.
+            order by r.job_id, r.outcome = 'dead', r.finished_at desc
+        )
+        select o.id, coalesce(l.kind, p.kind), o.outcome, case when o.outcome = 'completed' then l.result end
+        from pgqueue._outcomes_of(asked) as o
+        left join ended as l on l.job_id = o.id
+        left join lateral (
+            select d.queue, d.kind from pgqueue.dead_job as d where d.id = o.id
+            union all
+            select j.queue, j.kind from pgqueue.job as j where j.id = o.id
+            limit 1
+        ) as p on true
+        -- Of one that the log has forgotten, no queue is known.
+        where (own is null or coalesce(l.queue, p.queue) = any (own)) is not false
+        order by o.id
+        limit most - given;
+        get diagnostics came = row_count;
+        given := given + came;
+        exit when given >= most or cardinality(asked) < most;
+        after_id := asked[most];
     end loop;
-    asked := array(
-        select u.id
-        from (select unnest(first) union select unnest(of_batch)) as u (id)
-        where u.id > coalesce(after_id, 0)
-        order by u.id
-        limit most
-    );
-    return query
-    with ended as materialized (
-        select distinct on (r.job_id) r.job_id, r.queue, r.kind, r.result
-        from pgqueue.run as r
-        where r.job_id between asked[1] and asked[cardinality(asked)] and r.job_id = any (asked)
-            and r.outcome in ('completed', 'dead', 'cancelled')
-        -- As in _last_run.
-        order by r.job_id, r.outcome = 'dead', r.finished_at desc
-    )
-    select o.id, coalesce(l.kind, p.kind), o.outcome, case when o.outcome = 'completed' then l.result end
-    from pgqueue._outcomes_of(asked) as o
-    left join ended as l on l.job_id = o.id
-    left join lateral (
-        select d.queue, d.kind from pgqueue.dead_job as d where d.id = o.id
-        union all
-        select j.queue, j.kind from pgqueue.job as j where j.id = o.id
-        limit 1
-    ) as p on true
-    where pgqueue._is_own(coalesce(l.queue, p.queue), pgqueue._own_queues('worker', 'producer', 'operator'))
-    order by o.id;
 end;
 $$;
 

@@ -303,6 +303,8 @@ declare
         order by j.id
         for update
     );
+    -- All of them before any is looked at: the first part finds no other job left.
+    batch_ids bigint[] := case when pg_relation_size('pgqueue.batch') > 0 then pgqueue._count_purged(picks) end;
     purged record;
     jobs bigint := 0;
 begin
@@ -310,12 +312,12 @@ begin
         with deleted as (
             delete from pgqueue.job as j
             where j.ctid = any (picks)
-            returning j.id, j.group_key, j.permits, (j.terms).batch_id
+            returning j.id, j.group_key, j.permits
         )
         -- Ten thousand at a time, because an array may not exceed 1 GB.
         select
             array_agg(row(
-                d.id, 'cancelled', purge.queue, d.group_key, d.batch_id, d.permits, null, null, null
+                d.id, 'cancelled', purge.queue, d.group_key, null, d.permits, null, null, null
             )::pgqueue._ended) as ended
         from (select n.*, row_number() over (order by n.id) / 10000 as part from deleted as n) as d
         group by d.part
@@ -323,6 +325,7 @@ begin
         perform pgqueue._after_end(purged.ended);
         jobs := jobs + cardinality(purged.ended);
     end loop;
+    perform pgqueue._look_at_batches(batch_ids);
     return jobs;
 end;
 $$;

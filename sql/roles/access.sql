@@ -30,7 +30,8 @@ as $$
             ('{operator,reader}', true, '{_dead_errors,_error_like,_last_state}'),
             ('{operator,reader}', false, '{jobs,queues,running,workers,kinds,throughput,failures,dead,stuck}'),
             ('{operator,reader}', false, '{settings,schedules,batches,batch_jobs,dependencies,hours,retention,checks,counter}'),
-            ('{operator}', false, '{queue,job,dead_job,run,schedule}')
+            ('{scheduler,operator}', false, '{schedule}'),
+            ('{operator}', false, '{queue,job,dead_job,run}')
     ) as g (kinds, is_function, objects)
     where _grants.kind = any (g.kinds::text[])
 $$;

@@ -343,6 +343,37 @@ def test_a_shard_has_the_schedules_that_move_groups_would_bring_to_it(role, two)
     assert "moved 0 jobs and schedules" in moved.stdout
 
 
+def test_a_schedule_is_declared_in_the_shard_that_has_it_until_it_moves(two):
+    """As while shards are added, or after an upgrade."""
+    name = next(k for k in map(str, range(99)) if pgqueue.shard_of(k, 2))
+    app = pgqueue.App()
+    app.job(name, queue="work", cron="@daily", max_attempts=3)(lambda: None)
+    there = "select max(max_attempts) from pgqueue.schedule"
+    with sessions(two) as conns:
+        for number, conn in enumerate(conns, 1):
+            conn.execute("select pgqueue.shard(%s)", (number,))
+        conns[0].execute("select pgqueue.schedule(%s, 'work', '@daily')", (name,))
+        with running(Worker(app, dsn=two)):
+            wait_until(lambda: counts(two, there) == [3, None])
+    moved = command("pgqueue", *named(two), "move-groups")
+    assert "moved 1 jobs and schedules" in moved.stdout
+    app.tasks[name].options["max_attempts"] = 4
+    with running(Worker(app, dsn=two)):
+        wait_until(lambda: counts(two, there) == [None, 4])
+
+
+def test_only_some_of_the_shards_have_the_schedules_in_the_first(two):
+    app = pgqueue.App()
+    app.job("nightly", queue="work", cron="@daily")(lambda: None)
+    with sessions(two) as conns:
+        for number, conn in enumerate(conns, 3):
+            conn.execute("select pgqueue.shard(%s)", (number,))
+    with running(Worker(app, dsn=two)):
+        wait_until(
+            lambda: counts(two, "select count(*) from pgqueue.schedule") == [1, 0]
+        )
+
+
 def test_a_transaction_is_in_the_database_of_its_job(two, workers):
     for dsn in two:
         with psycopg.connect(dsn, autocommit=True) as conn:

@@ -264,6 +264,23 @@ def test_a_job_waits_for_jobs_and_gets_their_results_in_order(db, workers) -> No
     assert workers.finish(worker) == 0
 
 
+def test_a_wait_for_jobs_never_takes_the_results_of_another(db, workers) -> None:
+    """As after a deployment of a version that waits for others first."""
+    later = db.execute("select now() + interval '1 hour'").fetchone()[0]
+    old = pgqueue.enqueue(db, QUEUE, {"n": 2}, kind="child", run_at=later)
+    new = enqueue(db, "child", n=3)
+    id = enqueue(db, "parent", ids=[old])
+    worker = start(workers)
+    wait_until(lambda: suspended(db, id))
+    ids = "jsonb_build_object('ids', array[%s])"
+    db.execute(f"update pgqueue.job set payload = {ids} where id = %s", (new, id))
+    db.execute("select pgqueue.run_now(%s)", (old,))
+    wait_until(lambda: one(db, "select last_error from pgqueue.status(%s)", id))
+    error = one(db, "select last_error from pgqueue.status(%s)", id)
+    assert "an earlier attempt waited here for other jobs" in error
+    assert workers.finish(worker) == 0
+
+
 def test_a_job_that_waits_for_one_that_dies_is_told(db, workers) -> None:
     ids = [enqueue(db, "child", n=n) for n in (3, -1)]
     id = enqueue(db, "parent", ids=ids)

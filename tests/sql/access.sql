@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(15);
+select plan(17);
 
 create role pgqueue_test_role;
 select is(
@@ -60,6 +60,31 @@ select ok(
     not has_schema_privilege('pgqueue_test_role', 'pgqueue', 'usage'),
     'a role whose last kind was revoked cannot use the schema'
 );
+
+-- Results of jobs of several queues
+
+select pgqueue.grant_access('pgqueue_test_role', 'worker', queue => 'mine');
+select pgqueue.enqueue('other') as other \gset
+select array_agg(pgqueue.enqueue('mine', kind => 'part')) as mine from generate_series(1, 4) \gset
+select pgqueue.enqueue('mine', kind => 'sum', after => array_append(:'mine'::bigint[], :other)) as sum \gset
+select pgqueue.complete(c.id, c.token) from pgqueue.claim('other', 'w') as c;
+select pgqueue.complete(c.id, c.token) from pgqueue.claim('mine', 'w', 4) as c;
+select c.id as job_id, c.token from pgqueue.claim('mine', 'w') as c \gset
+set local role pgqueue_test_role;
+select results_eq(
+    format('select r.id from pgqueue.results_of(%s, %s, max_rows => 2) as r', :job_id, :token),
+    format('select unnest(%L::bigint[]) limit 2', :'mine'),
+    'a page has as many rows as asked for, whatever lies between them'
+);
+reset role;
+delete from pgqueue.run where job_id = (:'mine'::bigint[])[1];
+set local role pgqueue_test_role;
+select results_eq(
+    format('select r.id, r.outcome from pgqueue.results_of(%s, %s) as r limit 1', :job_id, :token),
+    format($$ select %L::bigint, 'completed' $$, (:'mine'::bigint[])[1]),
+    'a job that the log has forgotten is not gone because its queue is unknown'
+);
+reset role;
 
 select * from finish();
 rollback;

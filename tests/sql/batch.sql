@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(45);
+select plan(48);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -202,6 +202,31 @@ select is(
     (select count(*) from pgqueue.job where queue in ('lost', 'no jobs')), 2::bigint, 'each has its callback'
 );
 set local pgqueue.lose_hints = '';
+
+-- Purged in several parts
+
+select pgqueue.create_batch('purged', kind => 'first') as first \gset
+select pgqueue.create_batch('purged', kind => 'second') as second \gset
+select pgqueue.enqueue_many('large', array_fill('{}'::jsonb, array[12000]), batch_id => :first);
+select pgqueue.enqueue_many('large', array_fill('{}'::jsonb, array[3]), batch_id => :second);
+select pgqueue.close_batch(b.id) from unnest(array[:first, :second]) as b (id);
+select is(pgqueue.purge('large'), 12003::bigint, 'purge deletes more jobs than it handles at once');
+select results_eq(
+    $$ select kind, state, completed, dead, cancelled from pgqueue.batches where queue = 'purged' order by id $$,
+    $$ values ('first', 'finished', 0::bigint, 0::bigint, 12000::bigint), ('second', 'finished', 0, 0, 3) $$,
+    'and all of a batch count as cancelled'
+);
+
+-- Whose last job has the key of the next, and will not run
+
+select pgqueue.create_batch('over') as id \gset
+select pgqueue.enqueue('keyed', unique_key => 'k', batch_id => :id, expires_at => now() + interval '1 day');
+select pgqueue.close_batch(:id);
+update pgqueue.job set terms.expires_at = now() - interval '1 second' where queue = 'keyed';
+select throws_ok(
+    format('select pgqueue.enqueue(''keyed'', unique_key => ''k'', batch_id => %s)', :id), '55000', null,
+    'an enqueue joins no batch that it has finished itself'
+);
 
 select * from finish();
 rollback;

@@ -37,9 +37,9 @@ __all__ = [
     "PgQueueBackend",
     "PgQueueTask",
     "base",
-    "changed",
     "is_task",
     "new_result",
+    "offered",
     "signals",
     "task_at",
     "task_backends",
@@ -154,7 +154,7 @@ class PgQueueBackend(BaseTaskBackend):
         task = found and task_at(found.kind)
         if not found or not task:
             raise exceptions.TaskResultDoesNotExist(result_id)
-        task = changed(task, queue_name=found.queue, priority=found.priority)
+        task = offered(task, queue_name=found.queue, priority=found.priority)
         # Without an attempt it was put off, as for want of a handler.
         errors = [e for e in found.errors or () if e["attempt"] is not None]
         ended = [_moment(error["at"]) for error in errors]  # failed attempts
@@ -207,8 +207,16 @@ def new_result(
     return PgQueueResult(**row, **known, backend=backend)
 
 
+def offered(task: Any, **options: Any) -> Any:
+    """Return it with these options, unless its backend has no such queue: a job's need not be one of QUEUES."""
+    try:
+        return task.using(**options)
+    except exceptions.TaskException:
+        return task
+
+
 def changed(task: Any, **changes: Any) -> Any:
-    """Return it with other options, unchecked: those of a job need not be as TASKS says."""
+    """Return it with other options, unchecked: `using` takes no backend that has not its queue."""
     options = {one.name: getattr(task, one.name) for one in fields(task)} | changes
     other = object.__new__(type(task))
     for name, value in options.items():

@@ -26,9 +26,9 @@ from pgqueue.django.backend import (
     RUNNING,
     PgQueueBackend,
     base,
-    changed,
     is_task,
     new_result,
+    offered,
     signals,
     task_at,
     task_backends,
@@ -38,6 +38,7 @@ from pgqueue.drivers import run_without_loop
 from pgqueue.job import Job
 from pgqueue.judge import completed, judge
 from pgqueue.task import Task
+from pgqueue.worker.heartbeat import LOST
 from pgqueue.worker.seldom import level_of, log
 
 
@@ -87,7 +88,7 @@ def _handler(task: Any) -> Callable[..., Any]:
     async def run(job: Job, args: Any, kwargs: Any) -> Any:
         now, worker = timezone.now(), f"{socket.gethostname()}:{os.getpid()}"
         result = new_result(
-            changed(task, queue_name=job.queue),
+            offered(task, queue_name=job.queue),
             str(job.id),
             RUNNING,
             args,
@@ -113,7 +114,8 @@ def _handler(task: Any) -> Callable[..., Any]:
                     finished_at=timezone.now(),
                 )
             raise
-        if not job.lost and job._attempt.outcome is RELEASED:
+        # Not if another has it now; a lease that is only late is no reason.
+        if job._attempt.expires != LOST and job._attempt.outcome is RELEASED:
             await tell(
                 signals.task_finished,
                 result,

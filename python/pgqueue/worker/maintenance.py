@@ -1,7 +1,7 @@
 """Declares the app's schedules once, and calls pgqueue.maintain(), which may take a while, about once a minute."""
 
 import random
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -18,7 +18,7 @@ from pgqueue.worker.service import Service
 
 EVERY = 60.0  # seconds, give or take half
 MAINTAIN = "select task, done from pgqueue.maintain()"
-NUMBER = "select s.number from pgqueue.shard as s"
+PRESENT = "select s.number, array(select r.name from pgqueue.schedule as r) from pgqueue.shard as s"
 
 
 class Maintenance(Service):
@@ -27,41 +27,73 @@ class Maintenance(Service):
     name = "maintenance"
     times = 10.0
 
-    def __init__(self, server: Server, app: App, place: int, count: int) -> None:
-        """For the database at this place among so many."""
+    def __init__(
+        self,
+        server: Server,
+        app: App,
+        place: int = 0,
+        count: int = 1,
+        known: dict[int, tuple[int, frozenset[str]]] | None = None,
+    ) -> None:
+        """For the database at this place among so many.
+
+        All note there their numbers as shards, 0 for none, and the names of their schedules.
+        """
         super().__init__(server)
         self._app = app
         self._place, self._count = place, count
+        self._known = {} if known is None else known
+        self._looks = 0
         has_schedules = any(t.schedule is not None for t in app.tasks.values())
         self._is_declared = not has_schedules
 
     @property
     def has_declared(self) -> bool:
         """Whether the schedules are up to date, or have to wait for the end of an outage."""
-        return self._is_declared or self._failures > 0
+        return self._is_declared or self._failures > 0 or self._looks > 5
 
     def is_needed(self) -> bool:
-        pause = EVERY * random.uniform(0.5, 1.5) if self._is_declared else 0.0
+        pause = EVERY * random.uniform(0.5, 1.5)
+        if not self._is_declared:  # another database has not answered yet
+            pause = min(pause, 0.05 * 4**self._looks) if self._looks else 0.0
         return not self.over.wait(pause)
 
-    def _rule(self, conn: Connection) -> Callable[[Task[Any, Any]], bool]:
-        """Say which of several databases declares a task: each would run it as often."""
-        row = conn.execute(NUMBER).fetchone() if self._count > 1 else None
-        if row is None:
-            return lambda task: self._place == 0
-        number, count = row[0], self._count
-        # Where move-groups would move it to.
-        return lambda task: (
-            shard_of(task.options["group_key"] or task.kind, count) == number - 1
-        )
+    def _look(self, conn: Connection) -> bool:
+        """Note what this database is; return whether it is clear where each schedule belongs."""
+        if self._count > 1 and self._place not in self._known:
+            number, names = 0, list[str]()
+            # An older version has no such table, and a role may have rights only in the first.
+            with suppress(
+                psycopg.errors.UndefinedTable, psycopg.errors.InsufficientPrivilege
+            ):
+                number, names = conn.execute(PRESENT).fetchone() or (0, [])
+            self._known[self._place] = number, frozenset(names)
+        self._looks += 1
+        is_none_a_shard = any(number == 0 for number, _ in self._known.values())
+        return is_none_a_shard or len(self._known) == self._count or self._count == 1
+
+    def _is_here(self, task: Task[Any, Any]) -> bool:
+        """Whether to declare a task in this of several databases: each would run it as often."""
+        numbers = {place: number for place, (number, _) in self._known.items()}
+        if self._count == 1 or sorted(numbers.values()) != list(
+            range(1, self._count + 1)
+        ):
+            return self._place == 0
+        # Where it is, or else where move-groups would move it to.
+        owners = [
+            place for place, (_, names) in self._known.items() if task.kind in names
+        ]
+        if owners:
+            return self._place == min(owners)
+        key = task.options["group_key"] or task.kind
+        return shard_of(key, self._count) == numbers[self._place] - 1
 
     def work(self, conn: Connection) -> None:
-        if not self._is_declared:
+        if not self._is_declared and self._look(conn):
             try:
-                is_here = self._rule(conn)
                 # A dispatcher may find handlers meanwhile.
                 for task in list(self._app.tasks.values()):
-                    if task.schedule is not None and is_here(task):
+                    if task.schedule is not None and self._is_here(task):
                         task.declare(conn)
             except psycopg.errors.InsufficientPrivilege as error:
                 error.add_note(ALLOWS.format("scheduler"))

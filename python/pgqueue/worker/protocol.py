@@ -1,7 +1,6 @@
 """The SQL functions that a worker calls, as a worker in any language would."""
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import psycopg
@@ -10,6 +9,7 @@ from pgqueue import database
 from pgqueue.attempt import Attempt
 from pgqueue.client import TEXTS, to_array
 from pgqueue.database import Connection
+from pgqueue.drivers import as_interval
 from pgqueue.worker.seldom import log
 
 T = TypeVar("T")
@@ -117,7 +117,9 @@ def finish(conn: Connection, attempts: Sequence[Attempt]) -> dict[int, str]:
         completed = (*_held(attempts), len(attempts), texts)
         return dict(_call(conn, COMPLETE, completed))
     names = to_array(o.name for o in outcomes)
-    delays = to_array(None if o.delay is None else _interval(o.delay) for o in outcomes)
+    delays = to_array(
+        None if o.delay is None else as_interval(o.delay) for o in outcomes
+    )
     untils = to_array(None if o.until is None else str(o.until) for o in outcomes)
     return dict(_call(conn, FINISH, (*_held(attempts), names, texts, delays, untils)))
 
@@ -167,11 +169,6 @@ def _call(conn: Connection, query: str, params: Any, again: bool = False) -> lis
         if again:
             after_failover(conn)
         return conn.execute(query, params, binary=True).fetchall()
-
-
-def _interval(value: timedelta) -> str:
-    """Write a delay as Postgres reads it in any IntervalStyle: it is not negative."""
-    return f"{value.days} days {value.seconds} s {value.microseconds} us"
 
 
 def _held(attempts: Sequence[Attempt]) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import psycopg
 
@@ -18,12 +19,17 @@ class Source(Server):
     """A database that a worker takes jobs from, and the parts of the worker that talk to it."""
 
     def __init__(
-        self, dsn: str, dsns: Sequence[str], turns: Turns, on_commit: OnCommit
+        self,
+        dsn: str,
+        dsns: Sequence[str],
+        known: dict[int, Any],
+        turns: Turns,
+        on_commit: OnCommit,
     ) -> None:
         super().__init__(dsn, len(dsns) == 1, turns.terms.call_timeout)
         self.finisher = Finisher(self, turns, on_commit)
         self.heartbeat = Heartbeat(self, turns.executor.cancel)
-        where = dsns.index(dsn), len(dsns)
+        where = dsns.index(dsn), len(dsns), known
         self.maintenance = Maintenance(self, turns.terms.app, *where)
         self.dispatcher = Dispatcher(self, turns, self.finisher, self.heartbeat)
 
@@ -32,7 +38,8 @@ class Sources:
     """Tells the parts for each database what concerns all."""
 
     def __init__(self, dsns: Sequence[str], turns: Turns, on_commit: OnCommit) -> None:
-        self._all = [Source(dsn, dsns, turns, on_commit) for dsn in dsns]
+        known: dict[int, Any] = {}  # to their maintenance
+        self._all = [Source(dsn, dsns, known, turns, on_commit) for dsn in dsns]
         self.dispatchers = [source.dispatcher for source in self._all]
         self.services: list[Service] = []
         for s in self._all:

@@ -9,7 +9,7 @@ can produce: READY, then DONE; or CANNOT, which counts as long as no child was r
 LISTENS, as while its app is imported, it is ended by signals; so is any by a third one, or if it
 does not end in time.
 
-From its start on it says once a second that it is ALIVE, and before it begins jobs how long their
+When it is READY it says once a second that it is ALIVE, and before it begins jobs how long their
 leases are. One that says nothing for longer than those hangs, and its jobs are already run again
 by others: it is killed and replaced.
 """
@@ -48,17 +48,17 @@ class Child:
     socket: socket.socket
     born: float
     said: bytes = b""
-    silent_for: float = -math.inf  # seconds, since it listens
+    silent_for: float = -math.inf  # seconds, since it is ready
     longest_lease: float = 0.0
 
     def hear(self) -> bytes:
         """Return all that it has said, except how often it was alive."""
         with contextlib.suppress(OSError):  # nothing more
             if heard := self.socket.recv(10_000, socket.MSG_DONTWAIT):
-                self.silent_for = 0.0
+                self.said += re.sub(rb"[^a-z]", b"", heard)
                 leases = map(float, re.findall(rb"\d+", heard))
                 self.longest_lease = max([self.longest_lease, *leases])
-                self.said += re.sub(rb"[^a-z]", b"", heard)
+                self.silent_for = 0.0 if READY in self.said else -math.inf
         return self.said
 
 
@@ -217,7 +217,9 @@ class Link:
     def say(self, word: bytes) -> None:
         with contextlib.suppress(OSError):  # it is gone
             if self._socket:
-                self._socket.send(word, socket.MSG_DONTWAIT)
+                # A supervisor that stands still must not hold it up.
+                how = socket.MSG_DONTWAIT if word == ALIVE else 0
+                self._socket.send(word, how)
 
     def may_be_silent(self, seconds: float) -> None:
         """Say for how long this process need not say that it is alive."""

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import suppress
 
 from django.apps import apps
 from django.conf import settings
@@ -42,6 +43,12 @@ class Command(BaseCommand):
         self.run_from_argv([prog_name, subcommand, "--help"])
 
 
+def is_app(value: object) -> bool:
+    with suppress(Exception):  # of a lazy object, which this makes
+        return isinstance(value, App)
+    return False
+
+
 def discover() -> list[App]:
     """Import the module jobs of each installed app, and return the apps that are in them.
 
@@ -52,8 +59,7 @@ def discover() -> list[App]:
         for config in apps.get_app_configs()
         if module_has_submodule(config.module, "jobs")
     ]
-    # By their types: isinstance() would have lazy objects made, which may fail.
-    found = [v for m in modules for v in vars(m).values() if issubclass(type(v), App)]
+    found = [v for m in modules for v in vars(m).values() if is_app(v)]
     if hasattr(settings, "TASKS"):
         # Only now: it finds the tasks of the installed apps.
         from pgqueue.django import worker
