@@ -148,8 +148,10 @@ class Steps:
     async def wait_for_jobs(self, name: str, ids: Sequence[int], timeout: Time) -> Any:
         known, ids = await self._load(), list(ids)
         ended = f"{name}: ended"
-        before = known.get(name) or [row[0] for row in known.get(ended) or []]
-        if before and sorted(before) != sorted(ids):
+        before, rows = known.get(name), known.get(ended)
+        if before is None and rows is not None:
+            before = [row[0] for row in rows]
+        if before is not None and sorted(before) != sorted(ids):
             told = "jobs, as if this wait had been inserted before that one"
             raise RuntimeError(f"an earlier attempt waited here for other {told}")
         if ended not in known:

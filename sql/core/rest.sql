@@ -84,23 +84,6 @@ begin
 end;
 $$;
 
--- Which of these caps have a free permit that no other session has locked, as one does that may be taking it. Locks
--- none itself. Relies on the planner settings of rest.
-create or replace function pgqueue._with_permits(queue text, caps pgqueue._cap[], moment timestamptz)
-    returns int[]
-    language plpgsql
-as $$
-declare
-    free record;
-begin
-    free := pgqueue._lock_free(queue, caps, array_fill(1, array[cardinality(caps)]), moment);
-    -- To release the locks.
-    raise sqlstate 'PQ000';
-exception when sqlstate 'PQ000' then
-    return coalesce(free.caps_of, '{}');
-end;
-$$;
-
 -- _until_due under the caps of a queue: also considers when a full cap has a free permit again. If what it finds may be
 -- somebody else's just now, the next claim may find nothing either, so it waits a little.
 create or replace function pgqueue._until_room(queue text, kinds text[], paused jsonb, moment timestamptz)
@@ -110,6 +93,7 @@ as $$
 declare
     caps pgqueue._cap[] := (pgqueue._in_force(queue)).caps;
     room record;
+    free record;
     taken text[];
     due interval;
     until interval;
@@ -143,10 +127,17 @@ begin
     if (room.jobs = 0) is not true then
         due := pgqueue._until_due(queue, kinds, pgqueue._without(paused, room.full_kinds), moment);
         if due <= '0' and current_setting('transaction_read_only') = 'off' then
+            begin
+                free := pgqueue._lock_free(queue, caps, array_fill(1, array[cardinality(caps)]), moment);
+                -- To release the locks.
+                raise sqlstate 'PQ000';
+            exception when sqlstate 'PQ000' then
+                null;
+            end;
             taken := array(
                 select c.kind
                 from unnest(caps) with ordinality as c (kind, group_key, is_rate, most, period, nth)
-                where c.nth <> all (pgqueue._with_permits(queue, caps, moment) || room.full_caps)
+                where c.nth <> all (coalesce(free.caps_of, '{}') || room.full_caps)
             );
             if taken <> '{}' then
                 due := case when '' <> all (taken)

@@ -138,29 +138,6 @@ begin
 end;
 $$;
 
--- Counts jobs that are about to be purged for their batches, and returns which these are.
-create or replace function pgqueue._count_purged(picks tid[])
-    returns bigint[]
-    language plpgsql
-    set enable_seqscan = off
-    set enable_tidscan = on
-as $$
-declare
-    batch_ids bigint[];
-begin
-    with counted as (
-        insert into pgqueue.tally (batch_id, dead, cancelled)
-        select (j.terms).batch_id, 0, count(*)
-        from pgqueue.job as j
-        where j.ctid = any (picks) and (j.terms).batch_id is not null
-        group by 1
-        returning tally.batch_id
-    )
-    select array_agg(c.batch_id) into batch_ids from counted as c;
-    return batch_ids;
-end;
-$$;
-
 create or replace function pgqueue.create_batch(
     queue text,
     payload jsonb default '{}',

@@ -303,11 +303,22 @@ declare
         order by j.id
         for update
     );
-    -- All of them before any is looked at: the first part finds no other job left.
-    batch_ids bigint[] := case when pg_relation_size('pgqueue.batch') > 0 then pgqueue._count_purged(picks) end;
+    batch_ids bigint[];
     purged record;
     jobs bigint := 0;
 begin
+    if pg_relation_size('pgqueue.batch') > 0 then
+        -- All are counted before any batch is looked at: already the first part finds no other job left.
+        with counted as (
+            insert into pgqueue.tally (batch_id, dead, cancelled)
+            select (j.terms).batch_id, 0, count(*)
+            from pgqueue.job as j
+            where j.ctid = any (picks) and (j.terms).batch_id is not null
+            group by 1
+            returning tally.batch_id
+        )
+        select array_agg(c.batch_id) into batch_ids from counted as c;
+    end if;
     for purged in
         with deleted as (
             delete from pgqueue.job as j

@@ -102,9 +102,9 @@ create table pgqueue.shard (
     number int not null,
     of int not null,
     above bigint not null default 0,
-    constraint shard_pkey primary key (number),
     constraint shard_is_sane check (number >= 1 and number <= of and of <= 65536 and above >= 0)
 );
+alter table pgqueue.shard replica identity full;
 comment on table pgqueue.shard is
 'Which shard this database is, as told by the function shard; no row: none.';
 comment on column pgqueue.shard.number is

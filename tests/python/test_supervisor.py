@@ -523,11 +523,16 @@ def test_a_child_that_hangs_is_killed_and_replaced(db, workers) -> None:
 
 
 def test_a_child_that_hangs_is_left_alone_as_long_as_its_lease(db, workers) -> None:
+    for scope, lease in (("", "1 second"), (", kind => 'hold'", "1 hour")):
+        configure = f"select pgqueue.configure(%s{scope}, lease => %s)"
+        db.execute(configure, (QUEUE, lease))
     pgqueue.enqueue(db, QUEUE, kind="hold")
-    env = {"PGQUEUE_LEASE": "3600", "PGQUEUE_SHUTDOWN_TIMEOUT": "1"}
+    env = {"PGQUEUE_CONCURRENCY": "1", "PGQUEUE_SHUTDOWN_TIMEOUT": "1"}
     parent = start_script(workers, IMPATIENT + SCRIPT, **env)
     workers.began()
-    (worker,) = one(db, "select array_agg(worker) from pgqueue.running")
+    worker = one(db, "select worker from pgqueue.running")
+    pgqueue.enqueue(db, QUEUE, kind="mark")  # for the other one
+    wait_until(lambda: outcomes(db) == {"completed": 1})
     both = set(children(parent.pid))
     (busy,) = [pid for pid in both if f":{pid}:" in worker]
     for pid in both:
@@ -540,7 +545,7 @@ def test_a_child_that_hangs_is_left_alone_as_long_as_its_lease(db, workers) -> N
     assert f"process {busy} " not in workers.log()
     workers.let_go()
     os.kill(busy, signal.SIGCONT)
-    wait_until(lambda: outcomes(db) == {"completed": 1})
+    wait_until(lambda: outcomes(db) == {"completed": 2})
     assert workers.finish(parent) == 0
 
 

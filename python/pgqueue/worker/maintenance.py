@@ -49,13 +49,14 @@ class Maintenance(Service):
 
     @property
     def has_declared(self) -> bool:
-        """Whether the schedules are up to date, or have to wait for the end of an outage."""
-        return self._is_declared or self._failures > 0 or self._looks > 5
+        """Whether the schedules are up to date, or have to wait for the end of an outage, here or elsewhere."""
+        return self._is_declared or self._failures > 0 or self._looks > 3
 
     def is_needed(self) -> bool:
         pause = EVERY * random.uniform(0.5, 1.5)
         if not self._is_declared:  # another database has not answered yet
-            pause = min(pause, 0.05 * 4**self._looks) if self._looks else 0.0
+            tries = min(self._looks, 6)
+            pause = min(pause, 0.05 * 4**tries) if tries else 0.0
         return not self.over.wait(pause)
 
     def _look(self, conn: Connection) -> bool:
@@ -69,24 +70,21 @@ class Maintenance(Service):
                 number, names = conn.execute(PRESENT).fetchone() or (0, [])
             self._known[self._place] = number, frozenset(names)
         self._looks += 1
-        is_none_a_shard = any(number == 0 for number, _ in self._known.values())
-        return is_none_a_shard or len(self._known) == self._count or self._count == 1
+        numbers = [number for number, _ in list(self._known.values())]
+        return self._count in (1, len(numbers)) or 0 in numbers
 
     def _is_here(self, task: Task[Any, Any]) -> bool:
         """Whether to declare a task in this of several databases: each would run it as often."""
-        numbers = {place: number for place, (number, _) in self._known.items()}
-        if self._count == 1 or sorted(numbers.values()) != list(
-            range(1, self._count + 1)
-        ):
+        known, count = dict(self._known), self._count
+        numbers = sorted(number for number, _ in known.values())
+        if count == 1 or numbers != list(range(1, count + 1)):
             return self._place == 0
         # Where it is, or else where move-groups would move it to.
-        owners = [
-            place for place, (_, names) in self._known.items() if task.kind in names
-        ]
+        owners = [place for place, (_, names) in known.items() if task.kind in names]
         if owners:
             return self._place == min(owners)
         key = task.options["group_key"] or task.kind
-        return shard_of(key, self._count) == numbers[self._place] - 1
+        return shard_of(key, count) == known[self._place][0] - 1
 
     def work(self, conn: Connection) -> None:
         if not self._is_declared and self._look(conn):

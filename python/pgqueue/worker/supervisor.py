@@ -9,8 +9,8 @@ can produce: READY, then DONE; or CANNOT, which counts as long as no child was r
 LISTENS, as while its app is imported, it is ended by signals; so is any by a third one, or if it
 does not end in time.
 
-When it is READY it says once a second that it is ALIVE, and before it begins jobs how long their
-leases are. One that says nothing for longer than those hangs, and its jobs are already run again
+It says once a second that it is ALIVE, and before it begins jobs how long their leases are. From
+then on, or when it is READY, it is watched. One that says nothing for longer than those hangs, and its jobs are already run again
 by others: it is killed and replaced.
 """
 
@@ -48,7 +48,7 @@ class Child:
     socket: socket.socket
     born: float
     said: bytes = b""
-    silent_for: float = -math.inf  # seconds, since it is ready
+    silent_for: float = -math.inf  # seconds, since it is at work
     longest_lease: float = 0.0
 
     def hear(self) -> bytes:
@@ -58,7 +58,9 @@ class Child:
                 self.said += re.sub(rb"[^a-z]", b"", heard)
                 leases = map(float, re.findall(rb"\d+", heard))
                 self.longest_lease = max([self.longest_lease, *leases])
-                self.silent_for = 0.0 if READY in self.said else -math.inf
+                # It may begin jobs before it says that it is ready.
+                is_at_work = READY in self.said or self.longest_lease > 0
+                self.silent_for = 0.0 if is_at_work else -math.inf
         return self.said
 
 
