@@ -10,7 +10,9 @@ def test_the_demo_completes_all_but_the_three_jobs_that_cannot_be(db, tmp_path):
     said = project.run("-m", "demo").stdout
     work = "select count(*), count(*) filter (where functions > 0) from source_file"
     ((files, with_functions),) = db.execute(work)
-    query = "select queue, ready, dead, finished_last_hour from pgqueue.queues"
+    # Counted, because the view estimates from 400 pages on, which busy neighbours can make of these runs.
+    done = "select count(*) from pgqueue.run as r where r.queue = q.queue and r.outcome = 'completed'"
+    query = f"select q.queue, q.ready, q.dead, ({done}) from pgqueue.queues as q"
     assert {tuple(row) for row in db.execute(query)} == {
         ("quick", 0, 0, 20000),
         ("sources", 0, 3, files),

@@ -290,13 +290,14 @@ def test_a_link_that_is_slow_but_not_silent_carries_a_large_payload_and_result(
     def echo(text: str) -> str:
         return text
 
-    proxy.pause = 0.02
+    # The link takes several seconds each way, longer than the server may take, on a busy machine, too.
+    proxy.pause = 0.06
     pgqueue.enqueue(db, "q", {"text": "x" * 5_000_000}, kind="echo")
-    worker = Worker(app, {"q": 1}, dsn=through(proxy, db), call_timeout=1)
+    worker = Worker(app, {"q": 1}, dsn=through(proxy, db), call_timeout=3)
     thread = threading.Thread(target=worker.run)
     thread.start()
     try:
-        wait_until(lambda: outcomes(db) == {"completed": 1})
+        wait_until(lambda: outcomes(db) == {"completed": 1}, 90)
     finally:
         worker.stop()
         worker.stop()
