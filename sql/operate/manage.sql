@@ -314,6 +314,8 @@ begin
             select (j.terms).batch_id, 0, count(*)
             from pgqueue.job as j
             where j.ctid = any (picks) and (j.terms).batch_id is not null
+                -- A redriven job may be of one that has finished.
+                and (select true from pgqueue.batch as b where b.id = (j.terms).batch_id and b.finished_at is null)
             group by 1
             returning tally.batch_id
         )

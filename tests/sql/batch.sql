@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(48);
+select plan(49);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -216,6 +216,16 @@ select results_eq(
     $$ values ('first', 'finished', 0::bigint, 0::bigint, 12000::bigint), ('second', 'finished', 0, 0, 3) $$,
     'and all of a batch count as cancelled'
 );
+
+-- Purged when the batch has finished
+
+select pgqueue.create_batch('late') as id \gset
+select pgqueue.enqueue('redriven', batch_id => :id);
+select pgqueue.close_batch(:id);
+select pgqueue.fail(c.id, c.token, 'e', permanent => true) from pgqueue.claim('redriven', 'w') as c;
+select pgqueue.redrive('redriven');
+select pgqueue.purge('redriven');
+select is_empty('select from pgqueue.tally', 'a purged job of a batch that has finished is not counted');
 
 -- Whose last job has the key of the next, and will not run
 
