@@ -1,5 +1,6 @@
 """How numbers, times and texts are written. The template engine escapes all of it."""
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
@@ -64,6 +65,11 @@ def as_json(value: Any) -> str:
     return json.dumps(value)
 
 
+def digest(value: Any) -> str:
+    """For the id of a row whose name is long."""
+    return hashlib.sha256(as_json(value).encode()).hexdigest()[:16]
+
+
 def outline(
     ago: Iterable[int],
     values: Sequence[Any],
@@ -89,5 +95,5 @@ def outline(
     return "".join(steps) + f"V{height}z"
 
 
-FILTERS = (number, percent, span, seconds, exact, as_json)
+FILTERS = (number, percent, span, seconds, exact, as_json, digest)
 FUNCTIONS = (since, outline)
