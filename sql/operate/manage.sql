@@ -303,42 +303,31 @@ declare
         order by j.id
         for update
     );
-    batch_ids bigint[];
     purged record;
     jobs bigint := 0;
 begin
-    if pg_relation_size('pgqueue.batch') > 0 then
-        -- All are counted before any batch is looked at: already the first part finds no other job left.
-        with counted as (
-            insert into pgqueue.tally (batch_id, dead, cancelled)
-            select (j.terms).batch_id, 0, count(*)
-            from pgqueue.job as j
-            where j.ctid = any (picks) and (j.terms).batch_id is not null
-                -- A redriven job may be of one that has finished.
-                and (select true from pgqueue.batch as b where b.id = (j.terms).batch_id and b.finished_at is null)
-            group by 1
-            returning tally.batch_id
-        )
-        select array_agg(c.batch_id) into batch_ids from counted as c;
-    end if;
     for purged in
         with deleted as (
             delete from pgqueue.job as j
             where j.ctid = any (picks)
-            returning j.id, j.group_key, j.permits
+            returning j.id, j.group_key, j.permits, (j.terms).batch_id
         )
-        -- Ten thousand at a time, because an array may not exceed 1 GB.
+        -- Ten thousand at a time, because an array may not exceed 1 GB. But first all of batches together: they are
+        -- counted before any batch is looked at, which then has no other job left.
         select
             array_agg(row(
-                d.id, 'cancelled', purge.queue, d.group_key, null, d.permits, null, null, null
+                d.id, 'cancelled', purge.queue, d.group_key, d.batch_id, d.permits, null, null, null
             )::pgqueue._ended) as ended
-        from (select n.*, row_number() over (order by n.id) / 10000 as part from deleted as n) as d
+        from (
+            select n.*, case when n.batch_id is null then 1 + row_number() over (order by n.id) / 10000 else 0 end as part
+            from deleted as n
+        ) as d
         group by d.part
+        order by d.part
     loop
         perform pgqueue._after_end(purged.ended);
         jobs := jobs + cardinality(purged.ended);
     end loop;
-    perform pgqueue._look_at_batches(batch_ids);
     return jobs;
 end;
 $$;
