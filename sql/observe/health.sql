@@ -31,7 +31,8 @@ $$;
 -- Every check, with all its facts: the view checks, the functions _found and _reads, and so health, follow from this
 -- list; docs/reference/health.md says what each finds. The query returns a row for each finding: whether it is critical
 -- (four times beyond the thresholds patience and most), the detail, and the hint. In a query, moment is the clock, seen
--- the rows of the view queues, and held the leased jobs. The queries are stored once, in _found, without comments and indentation.
+-- the rows of the view queues, and held the leased jobs. The queries are stored once, in _found, without comments and
+-- indentation.
 do $do$
 declare
     known text;
@@ -41,7 +42,9 @@ declare
 begin
     select
         string_agg(format('(%L, %L::interval, %L::float8, %L::float8, %L)', c.name, c.patience, c.most, c.few, c.fine), ', '),
-        string_agg(format('when %L then return query %s;', c.name, regexp_replace(regexp_replace(c.query, '\n +--.*?$', '', 'gn'), '\n +', E'\n', 'g')), ' '),
+        string_agg(
+            format('when %L then return query %s;', c.name, regexp_replace(c.query, '(\n +--[^\n]*)*\n +', E'\n', 'g')), ' '
+        ),
         array_agg(c.name) filter (where strpos(c.query, 'unnest(seen)') > 0),
         array_agg(c.name) filter (where strpos(c.query, 'unnest(held)') > 0)
     into known, branches, read_seen, read_held
