@@ -170,7 +170,7 @@ begin
 end;
 $$;
 
--- Refuses a payload above the queue's max_payload_bytes (54000); a null limit is none.
+-- Refuses a payload above the queue's max_payload_bytes (54000; a null limit is none), or one that is too long.
 create or replace function pgqueue._check_payload(payload jsonb, max_bytes int)
     returns text[]
     language plpgsql
@@ -220,17 +220,13 @@ begin
             where octet_length(k.name) not between 1 and 200
             limit 1
         ),
-        case when num_nonnulls(variadic max_bytes) > 0 then (
-            select pgqueue._check_payload(given.payload, given.max_bytes)
-            from unnest(payloads, max_bytes) as given (payload, max_bytes)
-            where pg_column_size(given.payload) > given.max_bytes
-            limit 1
-        ) end,
-        case when pg_column_size(payloads || '{}'::jsonb[]) > 65536 then (
+        case when num_nonnulls(variadic max_bytes) > 0 or pg_column_size(payloads || '{}'::jsonb[]) > 65536 then (
             select c.problem
-            from unnest(payloads) as given (payload)
-            cross join lateral (select pgqueue._check_length('every payload', given.payload) as problem offset 0) as c
-            where c.problem is not null
+            from unnest(payloads, max_bytes) as given (payload, max_bytes)
+            cross join lateral (
+                select pgqueue._check_payload(given.payload, given.max_bytes) as problem offset 0
+            ) as c
+            where pg_column_size(given.payload) > least(given.max_bytes, 65536) and c.problem is not null
             limit 1
         ) end
     );

@@ -288,10 +288,6 @@ begin
             refused := pgqueue._refuse(pgqueue._bad_name('kind', kind));
         end if;
     end if;
-    -- From a table it may be compressed, to an eightieth.
-    if pg_column_size(payload) > 1000 then
-        refused := pgqueue._refuse(pgqueue._check_length('payload', payload));
-    end if;
     if pg_sequence_last_value('pgqueue.used_seq'::regclass) >> fold % 63 & 1 = 1 then
         -- As one value: "select f.*" would take the row apart and put it together again.
         settings := (select f from pgqueue.queue_in_force as f where f.queue = enqueue.queue collate "default");
@@ -314,6 +310,12 @@ begin
         end if;
         max_attempts := coalesce(max_attempts, settings.max_attempts);
         notify := settings.notify;
+    end if;
+    -- From a table it may be compressed, to an eightieth. Nested, so that the record is read only if it is large.
+    if pg_column_size(payload) > 1000 then
+        if settings.max_payload_bytes is null then
+            refused := pgqueue._refuse(pgqueue._check_payload(payload, null));
+        end if;
     end if;
 
     if has_options is not true then
