@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import psycopg
 
-from pgqueue.drivers import as_interval, call, on_any_connection
+from pgqueue.drivers import INTERVAL, as_interval, call, on_any_connection
 from pgqueue.payload import to_json
 
 OnDuplicate = Literal["skip", "replace", "postpone", "error"]
@@ -79,7 +79,6 @@ CASTS = {
 }
 NAMES = ("kind", "unique_key", "group_key")
 MOMENTS = ("run_at", "expires_at")
-INTERVAL = "%s::pg_catalog.text::interval"
 DELAY = f"pg_catalog.now() operator(pg_catalog.+) {INTERVAL}"
 
 

@@ -11,6 +11,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 Rows = list[tuple[Any, ...]]
+INTERVAL = "%s::pg_catalog.text::interval"  # of what as_interval returns
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)

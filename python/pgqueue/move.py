@@ -62,9 +62,8 @@ PAUSES = (
 )
 Part = tuple[str, str]
 Group = tuple[str, str, str]  # kind, queue, key
-Way = tuple[
-    database.Connection, database.Connection
-]  # from the old shard to the new one
+# From the old shard to the new one.
+Way = tuple[database.Connection, database.Connection]
 
 
 class Shards:
@@ -93,9 +92,7 @@ class Shards:
             for kind, queue, key, target in database.execute(source, MISPLACED, asked):
                 to[target].append((kind, queue, key))
             for target, groups in to.items():
-                for start in range(0, len(groups), CHUNK):
-                    chunk = groups[start : start + CHUNK]
-                    left += self.move((source, self.conns[target]), chunk)
+                left += self.move((source, self.conns[target]), groups)
         return left
 
     def resume(self) -> None:
@@ -117,19 +114,19 @@ class Shards:
     def move(self, way: Way, groups: list[Group]) -> Counter[str]:
         """Move some groups, as many at a time as one transaction can carry."""
         left: Counter[str] = Counter()
+        most = CHUNK
         while groups:
+            some = groups[:most]
             try:
-                count, stayed = self._move(way, groups)
+                count, stayed = self._move(way, some)
             except psycopg.errors.ProgramLimitExceeded as error:
-                if len(groups) > 1:
-                    half = len(groups) // 2
-                    left += self.move(way, groups[:half])
-                    count, stayed = half, Counter[str]()
-                else:
-                    kind, queue, key = groups[0]
-                    say(f"{kind} {key!r} of queue {queue!r} is too large: {error}")
-                    count, stayed = 1, Counter(large=1)
-            groups = groups[count:]
+                if len(some) > 1:
+                    most = len(some) // 2
+                    continue
+                kind, queue, key = some[0]
+                say(f"{kind} {key!r} of queue {queue!r} is too large: {error}")
+                count, stayed = 1, Counter(large=1)
+            groups, most = groups[count:], CHUNK
             left += stayed
         return left
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from pgqueue.drivers import as_interval, settled
+from pgqueue.drivers import INTERVAL, as_interval, settled
 from pgqueue.payload import result_reader, storable, to_json
 from pgqueue.results import NotCompleted, Result
 
@@ -27,7 +27,7 @@ DEADLINE = (
     "select d.at operator(pg_catalog.#>>) '{}', (d.at operator(pg_catalog.#>>) '{}')"
     "::timestamp with time zone operator(pg_catalog.<=) pg_catalog.clock_timestamp()"
     " from (select pgqueue.save_step(%s, %s, %s, pg_catalog.to_jsonb("
-    "pg_catalog.clock_timestamp() operator(pg_catalog.+) %s::pg_catalog.text::interval)) as at offset 0) as d"
+    f"pg_catalog.clock_timestamp() operator(pg_catalog.+) {INTERVAL})) as at offset 0) as d"
 )
 # The event's payload comes without a name. A null reads none of that.
 READ = (
