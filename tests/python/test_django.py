@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from conftest import column, one
 from projects import PACKAGE, Project
+from test_apps import INCLUDES
 from worker_harness import wait_until
 
 PAGE = documents.text("docs/django.md")
@@ -381,28 +382,13 @@ def bill() -> None: ...
 """
 
 
-OUTER = """
-import contextlib
-import pgqueue
-from shop.jobs import app as shop
-
-@contextlib.contextmanager
-def around(job):
-    print("around", job.kind)
-    yield
-
-app = pgqueue.App(middleware=around)
-app.include(shop)
-"""
-
-
 def test_an_app_that_is_found_with_those_that_it_includes_has_its_middleware(
     db, site
 ) -> None:
     site.manage("migrate")
     # The module of the outer one begins with the inner one.
     site.write("outer/__init__.py")
-    site.write("outer/jobs.py", OUTER)
+    site.write("outer/jobs.py", INCLUDES.replace("shop", "shop.jobs", 1))
     site.write("more.py", "from settings import *", 'INSTALLED_APPS += ["outer"]')
     pgqueue.enqueue(db, "orders", {"order": 1}, kind="confirm")
     said = site.manage("pgqueue_worker", "--burst", "--settings", "more")

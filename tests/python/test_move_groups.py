@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from conftest import LONG, column, database, one
 from pgqueue.move import LOCK, move_groups
-from test_worker_databases import command, counts, named, wait_for_counts
+from test_worker_databases import command, counts, named, sessions, wait_for_counts
 from worker_harness import wait_until, workers_on
 
 pytest_plugins = ["worker_harness"]
@@ -48,6 +48,9 @@ def move(dsns: list[str], *args: str) -> subprocess.CompletedProcess[str]:
 
 def place(key: str) -> int:
     return pgqueue.shard_of(key, 2)
+
+
+MOVING = [k for k in (f"key {n}" for n in range(99)) if place(k)]  # to the second
 
 
 def test_all_that_belongs_to_a_key_moves_as_it_is(two):
@@ -145,10 +148,7 @@ def test_a_group_that_runs_moves_when_it_is_done_and_one_that_is_tied_stays(two)
 
 def test_a_retry_that_keeps_its_place_runs_and_then_its_group_moves(two):
     key = next(k for k in (f"kept {n}" for n in range(99)) if place(k))
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         old.execute(
             "select pgqueue.configure('q', group_limit => 1, group_on_retry => 'block')"
         )
@@ -174,11 +174,8 @@ def test_what_is_cut_off_between_two_transactions_is_finished_by_the_next_call(
     two, after
 ):
     """The three of a part: written down there, gone from here, arrived."""
-    key = next(k for k in (f"key {n}" for n in range(99)) if place(k))
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    key = MOVING[0]
+    with sessions(two) as (old, new):
         grow(*two, above=1000)
         id = one(old, "select pgqueue.enqueue('q', group_key => %s)", key)
         parts = one(
@@ -314,10 +311,7 @@ def test_what_has_been_done_or_read_moves_with_a_dead_job_or_stays_with_it(two):
         next(k for k in (f"{w} {n}" for n in range(99)) if place(k))
         for w in ("steps", "after")
     )
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         dead = one(old, "select pgqueue.enqueue('q', group_key => %s)", key)
         old.execute("create temp table c as select * from pgqueue.claim('q', 'w')")
         for step in (("s1", "7"), ("s2", "null")):
@@ -374,10 +368,7 @@ def test_a_dead_job_or_schedule_that_somebody_has_locked_is_not_left_behind(two)
 
 
 def test_what_is_paused_stays_so_when_the_new_shards_begin(two):
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         for call in ("pause('q')", "resume('q', group_key => 'g')", "pause('r', 'k')"):
             old.execute(f"select pgqueue.{call}")
         paused = (
@@ -456,10 +447,7 @@ def test_who_may_not_call_it_and_where_something_is_missing_is_said(two):
 def test_cut_off_before_any_statement_it_has_lost_and_doubled_nothing(two, monkeypatch):
     """Also what is paused, what is busy, dead jobs with steps, and schedules."""
     moving = [k for k in (f"key {n}" for n in range(999)) if place(k)]
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         grow(*two, above=1000)
         old.execute("select pgqueue.pause('q', group_key => %s)", (moving[0],))
         left = 0
@@ -539,12 +527,9 @@ def test_cut_off_before_any_statement_it_has_lost_and_doubled_nothing(two, monke
     ids=["decimals", "digits", "depth", "text"],
 )
 def test_payloads_arrive_as_they_were_even_if_python_could_not_read_them(two, payload):
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         grow(*two, above=1000)
-        key = next(k for k in (f"key {n}" for n in range(99)) if place(k))
+        key = MOVING[0]
         enqueue = "select pgqueue.enqueue('q', %s::jsonb, group_key => %s)"
         old.execute(enqueue, (payload, key))
         there = "select payload::text from pgqueue.job"
@@ -554,52 +539,41 @@ def test_payloads_arrive_as_they_were_even_if_python_could_not_read_them(two, pa
 
 
 def test_what_is_too_much_for_one_transaction_moves_in_several(two, monkeypatch):
-    keys = [k for k in (f"key {n}" for n in range(99)) if place(k)]
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         grow(*two, above=1000)
-        for key in keys:
+        for key in MOVING:
             old.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
         # That of one job is longer than a third of this.
         monkeypatch.setattr("pgqueue.move.SIZE", 1000)
         assert move_groups(two, 0, False) == 0
-        assert (one(old, COUNT), one(new, COUNT)) == (0, len(keys))
+        assert (one(old, COUNT), one(new, COUNT)) == (0, len(MOVING))
         transactions = "select count(distinct xmin::text) from pgqueue.job"
-        assert len(keys) / 3 < one(new, transactions) <= len(keys)
+        assert len(MOVING) / 3 < one(new, transactions) <= len(MOVING)
 
 
 def test_a_group_that_is_too_large_stays_and_all_others_move(two):
     """Postgres holds no 256 MB in one jsonb."""
-    keys = [k for k in (f"key {n}" for n in range(99)) if place(k)]
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         grow(*two, above=1000)
-        for key in keys:
+        for key in MOVING:
             old.execute("select pgqueue.enqueue('q', group_key => %s)", (key,))
         old.execute(
             "select pgqueue.enqueue('q', jsonb_build_object('t', repeat('x', 27000000)), group_key => %s)"
             " from generate_series(1, 10)",
-            (keys[3],),
+            (MOVING[3],),
         )
         moved = move(two, "--wait", "0", "--resume")
         assert moved.returncode == 1
-        assert f"group '{keys[3]}' of queue 'q' is too large: " in moved.stderr
+        assert f"group '{MOVING[3]}' of queue 'q' is too large: " in moved.stderr
         assert "and 1 are too large; call it again" in moved.stderr
-        assert column(old, "select distinct group_key from pgqueue.job") == [keys[3]]
-        assert one(new, COUNT) == len(keys) - 1
+        assert column(old, "select distinct group_key from pgqueue.job") == [MOVING[3]]
+        assert one(new, COUNT) == len(MOVING) - 1
 
 
 def test_a_move_that_fails_leaves_no_group_paused(two, monkeypatch):
     """Here the same id is on both shards, as if both had been told a different above."""
-    first, second = [k for k in (f"key {n}" for n in range(99)) if place(k)][:2]
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    first, second = MOVING[:2]
+    with sessions(two) as (old, new):
         for conn in old, new:
             conn.execute("select pgqueue.enqueue('busy', group_key => %s)", (first,))
             conn.execute("select pgqueue.enqueue('same', group_key => %s)", (second,))
@@ -644,10 +618,7 @@ def test_behind_a_pooler_it_is_refused(two, pooler):
 
 
 def test_an_old_shard_that_is_paused_stays_so(two):
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         grow(*two, above=1000)
         old.execute("select pgqueue.pause('broken')")
         old.execute("select pgqueue.pause()")
@@ -660,12 +631,9 @@ def test_an_old_shard_that_is_paused_stays_so(two):
 
 
 def test_a_schedule_moves_to_the_shard_of_its_group(two):
-    key = next(k for k in (f"key {n}" for n in range(99)) if place(k))
+    key = MOVING[0]
     name = next(k for k in (f"name {n}" for n in range(99)) if not place(k))
-    with (
-        psycopg.connect(two[0], autocommit=True) as old,
-        psycopg.connect(two[1], autocommit=True) as new,
-    ):
+    with sessions(two) as (old, new):
         grow(*two, above=1000)
         old.execute(
             "select pgqueue.schedule(%s, 'q', '@daily', group_key => %s),"
