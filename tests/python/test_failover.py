@@ -76,6 +76,10 @@ class Pair:
             wait_until(lambda: one(conn, followed) == 1)
         self.repmgr(self.standby, "standby", "register")
 
+    def call(self, node: Cluster, call: str) -> None:
+        with psycopg.connect(where(node), autocommit=True) as conn:
+            conn.execute(f"select pgqueue.{call}")
+
     def catch_up(self) -> None:
         """Wait until the standby has received all that is committed now."""
         with psycopg.connect(where(self.primary), autocommit=True) as conn:
@@ -246,9 +250,17 @@ def go_through_it(pair: Pair, stalls: bool) -> Verdict:
         acknowledged = producers.acknowledged
         workers.start("--lease", "3")
         wait_until(lambda: len(acknowledged) > 200 and len(runs_of(workers)) > 50)
+        receiver = None
+        if stalls:
+            count = len(acknowledged)
+            # Jobs that are waiting when the standby stalls, and run after that.
+            pair.call(pair.primary, "pause('work')")
+            wait_until(lambda: len(acknowledged) > count + 20)
         received_early = set(acknowledged)
         pair.catch_up()
-        receiver = pair.stall() if stalls else None
+        if stalls:
+            receiver = pair.stall()
+            pair.call(pair.primary, "resume('work')")
         count, ran = len(acknowledged), len(runs_of(workers))
         wait_until(lambda: len(acknowledged) > count + 200)
         wait_until(lambda: len(runs_of(workers)) > ran + 50)
@@ -259,6 +271,8 @@ def go_through_it(pair: Pair, stalls: bool) -> Verdict:
         standby = received(pair, workers)
         early = dict(acknowledged)
         pair.promote()
+        if stalls:
+            pair.call(pair.standby, "resume('work')")
         wait_until(lambda: len(acknowledged) > len(early) + 200, 60)
         producers.__exit__()
         with psycopg.connect(where(pair.standby), autocommit=True) as conn:
