@@ -10,8 +10,8 @@ LISTENS, as while its app is imported, it is ended by signals; so is any by a th
 does not end in time.
 
 It says once a second that it is ALIVE, and before it begins jobs how long their leases are. From
-then on, or when it is READY, it is watched. One that says nothing for longer than those hangs, and its jobs are already run again
-by others: it is killed and replaced.
+then on, or when it is READY, it is watched. One that says nothing for longer than those hangs, and
+its jobs are already run again by others: it is killed and replaced.
 """
 
 import contextlib
