@@ -38,8 +38,6 @@ declare
 begin
     if at = 'infinity' then
         return false;
-    elsif coalesce(current_setting('pgqueue.lose_hints', true), '') <> '' and pgqueue._is_lost() then
-        return true;
     end if;
     perform
     from pgqueue.ticket as t
@@ -51,6 +49,8 @@ begin
     limit 1;
     if found then
         return false;
+    elsif pgqueue._is_lost() then
+        return true;
     end if;
     insert into pgqueue.ticket (at, start_at, start_until, priority, queue, group_key)
     -- start_at: without a ticket nothing waits before this job, unless a ticket was lost.
