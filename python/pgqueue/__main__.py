@@ -74,9 +74,10 @@ def main(argv: Sequence[str] | None = None, dsn: str | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        named = os.environ.get("PGQUEUE_DSN")
-        # Not also of `dsn`, in which a password may have a semicolon.
-        dsns = args.dsn or (database.several(named) if named else [dsn or ""])
+        named = args.dsn or [os.environ.get("PGQUEUE_DSN") or ""]
+        # Not also `dsn`, in which a password may have a semicolon.
+        dsns = [each for one in named for each in database.several(one)]
+        dsns = [dsn or ""] if dsns == [""] else dsns
         if args.command == "move-groups":
             from pgqueue.move import move_groups
 
@@ -132,6 +133,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser()
     refuse_non_utf8(parser, argv)
     args = parser.parse_args(argv)
+    args.dsn = args.dsn + args.dsn_too
     if getattr(args, "payload", None) is not None:
         try:
             json.loads(args.payload, parse_constant=refuse)
@@ -150,10 +152,13 @@ def make_parser() -> argparse.ArgumentParser:
     about: str | None = (
         "the database; else PGQUEUE_DSN, DATABASE_URL, libpq's variables"
     )
-    parser.add_argument("--dsn", action="append", help=about)
+    parser.add_argument("--dsn", action="append", default=[], help=about)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (arguments, help) in COMMANDS.items():
         command = commands.add_parser(name, help=help, description=DESCRIBED.get(name))
+        command.add_argument(
+            "--dsn", action="append", dest="dsn_too", default=[], help=argparse.SUPPRESS
+        )
         for argument in arguments.split():
             bare = argument.rstrip("?")
             how, about = ARGUMENTS.get(bare, ({}, None))

@@ -200,7 +200,7 @@ begin
     from (
         select h.waiter_id, min(format(
             'job %s, which it waited for, %s', h.job_id,
-            case e.outcome when 'dead' then 'is dead' else 'was cancelled' end
+            case e.outcome when 'dead' then 'is dead' else 'was cancelled or removed' end
         )) as reason
         from unnest(hand) as h
         left join unnest(ended, outcomes) as e (id, outcome) on e.id = h.job_id
@@ -419,7 +419,7 @@ begin
         array_agg(distinct o.id) filter (where o.outcome is null or not is_current),
         min(format(
             'job %s, which it waited for, %s', o.id,
-            case o.outcome when 'dead' then 'is dead' else 'was cancelled' end
+            case o.outcome when 'dead' then 'is dead' else 'was cancelled or removed' end
         )) filter (where o.outcome <> 'completed' and is_current)
     into living, reason
     from pgqueue._outcomes_of(after) as o;

@@ -99,7 +99,8 @@ create or replace function pgqueue.cancel_many(
 as $$
 declare
     refused boolean := pgqueue._refuse(pgqueue._check_ranges(max_jobs => max_jobs, error_like => error_like));
-    -- Jobs that are being claimed or ended right now are left alone.
+    -- Jobs that are being claimed or ended right now are left alone, but not those whose handlers work in a transaction:
+    -- that only shares the key of the row (_hold, save_step).
     job_ids bigint[] := array(
         select j.id
         from pgqueue.job as j
@@ -114,7 +115,7 @@ declare
             and j.cancelled_at is null
         order by j.id
         limit coalesce(cancel_many.max_jobs, 1000)
-        for update skip locked
+        for no key update skip locked
     );
 begin
     if dry_run then

@@ -192,6 +192,7 @@ begin
         ) then
             perform pgqueue.release(array[job.id], array[job.token]);
             became := 'It is given back.';
+            hint := 'Call work again to go on.';
         elsif state is not null then
             became := pg_catalog.concat('Its attempt has failed: ', pgqueue.fail(job.id, job.token, pg_catalog.concat_ws(
                 E'\n', error, pg_catalog.concat('SQLSTATE: ', state),
@@ -199,12 +200,13 @@ begin
                 case when hint operator(pg_catalog.<>) '' then pg_catalog.concat('HINT: ', hint) end,
                 case when context operator(pg_catalog.<>) '' then pg_catalog.concat('CONTEXT: ', context) end
             )), '.');
+            hint := 'Let run_for be shorter than statement_timeout, by the time that one job may take.';
         end if;
         commit;
         if state operator(pg_catalog.=) '57014' then
             raise exception using
                 errcode = state, message = error, detail = pg_catalog.concat('Job ', job.id, ' was running. ', became),
-                hint = 'Let run_for be shorter than statement_timeout, by the time that one job may take.';
+                hint = hint;
         end if;
     end loop;
 end;

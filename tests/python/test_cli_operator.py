@@ -177,6 +177,21 @@ def test_health_says_what_is_wrong_as_a_plugin_of_a_monitoring_system_does(
     assert "grant_access(role, 'reader')" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--dsn", "{0};{1}", "status"],
+        ["status", "--dsn", "{0};{1}"],
+        ["--dsn", "{0}", "status", "--dsn", "{1}"],
+    ],
+)
+def test_databases_are_named_before_or_after_the_command(run, db, args) -> None:
+    dsns = (f"dbname={db.info.dbname}", "dbname=template1")
+    done = run("pgqueue", *(arg.format(*dsns) for arg in args))
+    assert f"-- {db.info.dbname}" in done.stdout
+    assert "-- template1" in done.stdout
+
+
 @pytest.mark.parametrize("age", [6, 21])
 def test_a_database_that_cannot_be_asked_hides_nothing_critical(run, db, age) -> None:
     pgqueue.enqueue(db, "q")

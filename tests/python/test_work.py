@@ -216,6 +216,7 @@ def test_while_the_handler_runs_others_see_the_job_and_nobody_recovers_it(db, co
         db.execute("set lock_timeout = '1 s'")  # none of these waits for the handler
         assert one(db, "select pgqueue.reap()") == 0
         assert column(db, "select id from pgqueue.claim('q', 'another')") == []
+        assert column(db, "select pgqueue.cancel_many('q')") == [id]
         assert one(db, "select pgqueue.cancel(%s)", id) == "cancelling"
         assert one(db, "select pgqueue.cancel(%s)", id) == "cancelling"
         db.execute("select pg_advisory_unlock(7)")
@@ -262,6 +263,7 @@ def test_a_statement_timeout_fails_the_attempt_it_meets_and_ends_the_call(db, co
     assert outcomes(db) == [(id, "retry", None, said)]
     detail = f"Job {id} was running. Its attempt has failed: retry."
     assert raised.value.diag.message_detail == detail
+    assert "shorter than statement_timeout" in raised.value.diag.message_hint
     assert column(db, "select n from done") == []
 
 
@@ -277,6 +279,7 @@ def test_who_is_cancelled_gives_its_job_back_and_stops(db, connect, limit):
     (error,) = raised
     assert isinstance(error, errors.QueryCanceled)
     assert error.diag.message_detail == f"Job {ids[0]} was running. It is given back."
+    assert error.diag.message_hint == "Call work again to go on."
     assert outcomes(db) == []
     assert column(db, "select attempt from pgqueue.job where token is null") == [0, 0]
     db.execute("select pg_advisory_unlock(7)")

@@ -95,7 +95,7 @@ select is(
 );
 select results_eq(
     $$ select result #>> '{}' from pgqueue.run where queue in ('pipe', 'later') order by job_id $$,
-    format($$ values ('why'), ('why'), ('job %s, which it waited for, was cancelled') $$, :second),
+    format($$ values ('why'), ('why'), ('job %s, which it waited for, was cancelled or removed') $$, :second),
     'each for its own reason, and what waits for them as well'
 );
 
