@@ -12,8 +12,9 @@ begin
     if pg_sequence_last_value(mask) & bits = bits then
         return;
     end if;
-    -- One session at a time. The error below releases the lock; setval is not rolled back.
-    lock table pgqueue.queue_in_force in share update exclusive mode;
+    -- One session at a time. The error below releases the lock; setval is not rolled back. It locks a view, because a
+    -- table may be locked for long, as by REINDEX CONCURRENTLY. Any view will do: nothing else locks one in this mode.
+    lock table pgqueue._outcome in share update exclusive mode;
     -- Null if only the schema was restored.
     perform setval(mask, coalesce(pg_sequence_last_value(mask), 0) | bits);
     raise sqlstate 'PQ003';

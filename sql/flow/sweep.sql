@@ -50,7 +50,13 @@ declare
     later bigint := (xmin::text::bigint - own) & 4294967295;
 begin
     -- Visible rows of other transactions have been committed.
-    return case when later < 2147483648 then pg_xact_status((own + later)::text::xid8) = 'in progress' else false end;
+    if later < 2147483648 then
+        return pg_xact_status((own + later)::text::xid8) = 'in progress';
+    end if;
+    return false;
+-- It has not begun yet: the row was frozen long ago, and its xmin is of an earlier round of the counter.
+exception when invalid_parameter_value then
+    return false;
 end;
 $$;
 

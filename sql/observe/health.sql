@@ -160,11 +160,13 @@ begin
             from lock as l
             join ours as o on o.oid = l.relation
             left join waiter as w on w.relation = l.relation
-            where l.what = 'relation' and l.bars_writers
-                -- One that only waits bars others, unless it waits for one that does so itself.
+            where l.what = 'relation' and (l.bars_writers or l.is_held and l.mode = 'ShareUpdateExclusiveLock' and w.said <> '')
+                -- One that only waits bars others, unless it waits for one that does so itself. Changes of settings
+                -- also wait for one that bars no writers, such as REINDEX CONCURRENTLY.
                 and (l.is_held or not exists (
                     select from lock as h
-                    where h.what = 'relation' and h.relation = l.relation and h.is_held and h.bars_writers
+                    where h.what = 'relation' and h.relation = l.relation and h.is_held
+                        and (h.bars_writers or h.mode = 'ShareUpdateExclusiveLock')
                 ))
                 -- VACUUM needs its lock only for a moment, to cut off the end of a file.
                 and (l.pid in (select v.pid from pg_stat_progress_vacuum as v)) is not true

@@ -11,8 +11,8 @@
 --   - An end that checked before had already deleted the job. If that has committed, the job is gone. If
 --     not, the version that is still visible has been deleted, or updated before its successor was deleted:
 --     its xmax was set by a transaction other than the one that wrote it. (A claim locks what it updates,
---     and leaves the new version with an xmax equal to its xmin.) Then await() says to look again soon. It
---     also does so after a mere lock or a rollback, which costs some needless looks.
+--     and leaves the new version with an xmax equal to its xmin.) As long as the row is locked, await() says
+--     to look again soon. It also does so beside a mere lock, which costs some needless looks.
 -- A notification may still get lost, because they are off or too many: so look every two seconds anyway.
 --
 -- As in module wake nothing waits for a lock, and a stranger who holds one only causes needless notifications
@@ -392,6 +392,8 @@ begin
     from pgqueue.job as j
     where j.id = await.job_id and pgqueue._is_own(j.queue, own);
     if found then
+        is_changing := is_changing
+            and (current_setting('transaction_read_only') = 'on' or not pgqueue._is_left_alone(job_id));
         return case when is_heard and not is_changing then interval '2 seconds' else interval '50 milliseconds' end;
     end if;
     perform from pgqueue.dead_job as d where d.id = await.job_id and pgqueue._is_own(d.queue, own);

@@ -353,6 +353,8 @@ LOCK = "'locks', '500 ms'"
         ("share", "job", "select pgqueue.enqueue('q')"),
         ("exclusive", "job, pgqueue.run", "select pgqueue.enqueue('q')"),
         ("share row exclusive", "run", "select pgqueue.complete(id, token) from j"),
+        # As REINDEX CONCURRENTLY does, which bars no writers.
+        ("share update exclusive", "queue", "select pgqueue.pause('q')"),
     ],
 )
 def test_who_locks_a_table_below_access_exclusive_is_named_with_who_waits(

@@ -85,6 +85,22 @@ def test_who_enqueues_and_claims_does_not_wait_for_who_changes_settings(db, conn
         )
 
 
+def test_a_first_use_does_not_wait_for_a_table_that_is_reindexed(db, connect):
+    """REINDEX CONCURRENTLY keeps its lock for as long as any old snapshot lives."""
+    names = "select string_agg(format('pgqueue.%I', relname), ', ') from pg_class"
+    tables = one(
+        db,
+        f"{names} where relkind = 'r' and relnamespace = 'pgqueue'::regnamespace and relname <> 'queue'",
+    )
+    with connect().transaction() as block:
+        block.connection.execute(f"lock table {tables} in share update exclusive mode")
+        db.execute("set lock_timeout = '1 s'")
+        db.execute("select pgqueue.enqueue('q', priority => 5, group_key => 'g')")
+        db.execute("select pgqueue.enqueue('q', after => array[1])")
+        db.execute("select pgqueue.emit('e'), pgqueue.create_batch('q')")
+        db.execute("select pgqueue.configure('q', lease => '1 min')")
+
+
 def test_a_change_that_is_rolled_back_leaves_no_setting(db):
     with db.transaction(force_rollback=True):
         db.execute("select pgqueue.configure('q', max_attempts => 3)")

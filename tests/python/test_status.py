@@ -108,7 +108,6 @@ def test_an_end_behind_an_update_in_one_transaction_is_seen_as_in_flight(
     ender.execute(ENDS["complete"], lease)
     assert rest(waiter, lease["id"]) == SOON
     ender.rollback()
-    db.execute("select pgqueue.extend(array[%(id)s], array[%(token)s])", lease)
     assert rest(waiter, lease["id"]) == LATER, "it has not ended, and nobody is at it"
 
 

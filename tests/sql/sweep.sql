@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(6);
+select plan(7);
 
 create function pg_temp.complete(id bigint) returns void language sql as $$
     select pgqueue.complete(c.id, c.token) from pgqueue.claim('q', 'w') as c where c.id = $1
@@ -37,6 +37,11 @@ update pgqueue.batch set finished_at = null, callback_id = null where id = :batc
 select pgqueue._sweep(100) + pgqueue._sweep(100);
 select isnt(
     (select finished_at from pgqueue.batch where id = :batch), null, 'a batch whose last end nobody saw finishes'
+);
+
+select ok(
+    not pgqueue._is_unseen((pg_current_xact_id()::text::bigint + 1000000000)::text::xid),
+    'a row of an earlier round of transaction ids, whose xmin lies in the future, is one that others see'
 );
 
 select * from finish();
