@@ -12,7 +12,7 @@ begin
     -- delay, at random: jobs that failed together must not come back together.
     return make_interval(secs => (0.5 + random() / 2) * least(
         extract(epoch from retry_cap)::float8,
-        extract(epoch from retry_base)::float8 * power(2::float8, least(greatest(attempt, 1) - 1, 60))
+        extract(epoch from retry_base)::float8 * power(2::float8, least(attempt - 1, 60))
     ));
 end;
 $$;
