@@ -93,9 +93,7 @@ create or replace function pgqueue._look_at_batches(batch_ids bigint[])
     set jit = off
 as $$
 declare
-    looked_at bigint[] := array(
-        select distinct b.id from unnest(batch_ids) as b (id) where b.id is not null order by b.id
-    );
+    looked_at bigint[] := array(select distinct b.id from unnest(batch_ids) as b (id) order by b.id);
     batch_id bigint;
     is_over boolean;
 begin
