@@ -121,12 +121,8 @@ begin
         where case when (
             select j.xmax not in ('0'::xid, j.xmin) from pgqueue.job as j where j.id = u.id
         ) then not pgqueue._is_left_alone(u.id) end;
-        if picked.jobs is not null then
-            done := done + pgqueue._cut_ties(picked.jobs, most);
-        end if;
-        if picked.batches is not null then
-            perform pgqueue._look_at_batches(picked.batches);
-        end if;
+        done := done + pgqueue._cut_ties(picked.jobs, most);
+        perform pgqueue._look_at_batches(picked.batches);
         if num_nonnulls(picked.events, picked.waits) > 0 then
             done := done + pgqueue._look_at_waits(picked.events, picked.waits, most);
             -- Keep those that this transaction left itself. Until it commits nobody else sees them, so an emit and
