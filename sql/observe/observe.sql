@@ -234,7 +234,6 @@ select
     j.attempt, j.max_attempts, j.cancelled_at, j.done, j.total, j.message, j.rate, j.time_left
 from pgqueue._leased() as l (id)
 join pgqueue.jobs as j on j.id = l.id
-where j.lease_expires_at is not null
 order by j.claimed_at;
 
 comment on view pgqueue.running is
