@@ -109,7 +109,7 @@ begin
         asked.id, coalesce(j.queue, d.queue), coalesce(j.kind, d.kind), coalesce(j.state, 'dead'),
         coalesce(j.attempt, d.attempt), coalesce(j.max_attempts, d.max_attempts),
         coalesce(j.priority, d.priority), coalesce(j.enqueued_at, d.enqueued_at),
-        case when d.id is null then j.run_at else d.run_at end, j.expires_at,
+        coalesce(j.run_at, d.run_at), j.expires_at,
         coalesce(j.claimed_at, d.claimed_at), d.died_at, coalesce(j.worker, d.worker),
         j.done, j.total, j.message, j.rate, j.time_left, null::jsonb,
         case when reads_jobs then coalesce(j.last_error, d.error)
