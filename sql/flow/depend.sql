@@ -63,21 +63,17 @@ begin
             select true
             from (values (start, 2147483647), (-2147483648, start - 1)) as half (low, high)
             cross join lateral (
-                select true
-                from (
-                    select d.job_id
-                    from pgqueue.dependency as d
-                    where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
-                        and d.job_id <> all (ended)
-                    -- In this order, so that the index that begins with waiter_id is used.
-                    order by hashint8(d.job_id)
-                    limit 100
-                ) as d
-                where exists (
-                    select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
-                )
-                limit 1
-            ) as held
+                select d.job_id
+                from pgqueue.dependency as d
+                where d.waiter_id = w.id and hashint8(d.job_id) between half.low and half.high
+                    and d.job_id <> all (ended)
+                -- In this order, so that the index that begins with waiter_id is used.
+                order by hashint8(d.job_id)
+                limit 100
+            ) as d
+            where exists (
+                select from pgqueue.job as j where j.id = d.job_id and j.xmax in ('0'::xid, j.xmin) offset 0
+            )
             limit 1
         ) then true
         when l.id is null then false
