@@ -496,15 +496,14 @@ begin
         next := pgqueue._take_permits(
             queue, found_jobs.picks, found_jobs.job_of, caps, new_token, moment, settings.age_after
         );
-        if next.refused = '{}' then
-            picks := picks || found_jobs.picks;
-        else
-            perform pgqueue._put_back(queue, kinds, passed, next.refused, found_jobs.permits);
-            perform pgqueue._merge_permits(queue, r.kind, array['']::text[]) from unnest(next.refusing) as r;
-        end if;
         job_of := job_of || found_jobs.job_of || next.job_of;
         permits := permits || found_jobs.permits || next.permits;
-        exit when next.refused = '{}';
+        if next.refused = '{}' then
+            picks := picks || found_jobs.picks;
+            exit;
+        end if;
+        perform pgqueue._put_back(queue, kinds, passed, next.refused, found_jobs.permits);
+        perform pgqueue._merge_permits(queue, r.kind, array['']::text[]) from unnest(next.refusing) as r;
         with leased as (
             update pgqueue.job as j
             -- Only until claim() sets the real lease.
