@@ -200,8 +200,8 @@ begin
     -- A job past its expires_at must be found, so that it is cancelled.
     return ((job.terms).expires_at <= moment) is not true and exists (
         select from pgqueue.permit as p
-        where pgqueue._is_permit_of(p, job.queue, '', job.group_key) and not p.is_rate and p.free_at = 'infinity'
-            and p.job_id = job.id and p.place <= most and pgqueue._is_kept(p, job, moment)
+        where pgqueue._is_permit_of(p, job.queue, '', job.group_key) and pgqueue._is_kept(p, job, moment)
+            and p.job_id = job.id and p.place <= most
     ) and (pgqueue._in_force(job.queue, job.kind, job.group_key)).group_on_retry = 'block';
 end;
 $$;
