@@ -43,10 +43,7 @@ begin
     if not found or is_configured or done.batch_id is not null or done.permits is not null
         or awaited >> (hashtext(done.queue) & 255) % 63 & 1 = 1
     then
-        if not found then
-            refused := pgqueue._refuse(pgqueue._lost(job_id, token));
-        end if;
-        if awaited < 0 and not pgqueue._is_own(done.queue, pgqueue._own_queues('worker')) then
+        if not found or awaited < 0 and not pgqueue._is_own(done.queue, pgqueue._own_queues('worker')) then
             refused := pgqueue._refuse(pgqueue._lost(job_id, token));
         end if;
         if is_configured then

@@ -197,10 +197,10 @@ MUTANTS = [
     Mutant(
         "complete says nothing when the lease is lost",
         "core/finish.sql",
+        "        if not found or awaited < 0 and",
         """        if not found then
-            refused := pgqueue._refuse(pgqueue._lost(job_id, token));""",
-        """        if not found then
-            return;""",
+            return;
+        elsif awaited < 0 and""",
         ("I7",),
     ),
     # Keys
