@@ -29,9 +29,7 @@ begin
     if current_setting('transaction_isolation') <> 'read committed'
         or pg_relation_size('pgqueue.queue_keep_idx') > 8192
     then
-        if current_setting('transaction_isolation') <> 'read committed' then
-            refused := pgqueue._refuse(pgqueue._check_isolation());
-        end if;
+        refused := pgqueue._refuse(pgqueue._check_isolation());
         is_configured := true;
         is_logged := pgqueue._log_kept(array[job_id], array[token], array[result], moment);
     end if;
