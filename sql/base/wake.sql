@@ -63,15 +63,19 @@ begin
 end;
 $$;
 
--- Lets no worker of these queues rest for long before this transaction ends.
+-- Lets no worker of these queues rest for long before this transaction ends: where the lock is not free, notifies them
+-- when it commits.
 create or replace function pgqueue._let_none_sleep(queues text[])
     returns void
     language plpgsql
 as $$
 begin
-    if pg_try_advisory_xact_lock_shared(7366513, hashtext(queues[1] collate "default") & 255) and queues[1] <> any (queues) then
-        perform pg_try_advisory_xact_lock_shared(7366513, u.fold)
-        from (select distinct hashtext(q.name collate "default") & 255 as fold from unnest(queues) as q (name)) as u;
+    if not pg_try_advisory_xact_lock_shared(7366513, hashtext(queues[1] collate "default") & 255)
+        or queues[1] <> any (queues)
+    then
+        perform pgqueue._notify(u.name, '')
+        from (select distinct q.name from unnest(queues) as q (name)) as u
+        where not pg_try_advisory_xact_lock_shared(7366513, hashtext(u.name collate "default") & 255);
     end if;
 end;
 $$;
