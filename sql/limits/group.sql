@@ -526,8 +526,6 @@ begin
             front := believed.since;
             new_since := believed.new_since;
             was_none := believed.is_none;
-        end if;
-        if front > '-infinity' then
             stage := 'new';
         end if;
     end if;
