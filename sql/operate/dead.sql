@@ -291,7 +291,6 @@ begin
         where u.oldest <= latest
         order by u.oldest
     loop
-        continue when (given.oldest <= given.died_by) is not true;
         picks := case when given.group_key is null
             then array(
                 select d.ctid
