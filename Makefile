@@ -273,12 +273,7 @@ $(UPGRADES): sql/$(EXTENSION)--%--$(EXTVERSION).sql: sql/upgrade/$(EXTENSION)--%
 	[ "$$changes" ] || { echo "there is no sql/upgrade/$*--*.sql: what changed in the tables?" >&2; exit 1; }; \
 	{ \
 	    printf '%s\n' '\echo Use "ALTER EXTENSION $(EXTENSION) UPDATE" to load this file. \quit'; \
-	    cat sql/upgrade/begin.sql; \
-	    for change in $$changes; do \
-	        version=$$(basename $${change##*--} .sql); \
-	        sed -n "/^-- \[Since $$version:/,/^-- so far\.\]/p" $(TABLES); \
-	        cat $$change; \
-	    done; \
+	    cat sql/upgrade/begin.sql $$changes; \
 	    sed -n '/^-- \[Upgrades repeat/,/^-- so far\.\]/p' $(TABLES); \
 	    cat $(FUNCTIONS); sed "s/@BEFORE@/$$before/" sql/upgrade/end.sql; \
 	} | $(FILL) > $@

@@ -886,7 +886,6 @@ comment on column pgqueue.tally.parts is 'How many times 1,024 ids: on a shard, 
 create index tally_batch_idx on pgqueue.tally (batch_id, part);
 comment on index pgqueue.tally_batch_idx is 'Where are the jobs of a batch, and how have they ended?';
 
--- [Since 0.2.1:
 -- step and wait: kept in rows of their own, so that no claim has to copy them; see modules step and event. The end
 -- of the job deletes both, but steps stay with a dead job.
 create table pgqueue.step (
@@ -943,7 +942,6 @@ create type pgqueue._suspension as (event text, run_at timestamptz, after bigint
 comment on type pgqueue._suspension is
 'What a suspended job waits for: an event, a moment or the ends of jobs,
 whichever comes first; null for not. And the step that run_now saves.';
--- so far.]
 
 -- What metrics() counts. No job writes to these two tables: maintain() adds up the log.
 create table pgqueue.counter (
@@ -1045,7 +1043,6 @@ create sequence pgqueue._cell_timeline minvalue 0;
 -- Which transaction was the last to change settings.
 create sequence pgqueue._cell_set_by minvalue 0;
 
--- [Since 0.2.1:
 -- One row if this database is a shard. pg_dump keeps the last value of an extension's sequence, but not its
 -- increment: a trigger (module shard) sets that whenever the row is written, also during a restore.
 create table pgqueue.shard (
@@ -1076,7 +1073,6 @@ comment on column pgqueue.moving.what is
 or shards: how many there are, for as long as move-groups is at work.';
 comment on column pgqueue.moving.key is 'The id, the name, or the number.';
 comment on column pgqueue.moving.content is 'The row that arrives; null if it has left.';
--- so far.]
 
 -- [Upgrades repeat this:
 -- Marks for pg_dump: all rows of all tables, and the sequences that count; otherwise a restored
