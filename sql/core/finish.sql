@@ -115,15 +115,19 @@ declare
     ));
     moment timestamptz := clock_timestamp();
     today int := floor(date_part('epoch', moment) / 86400)::int;
-    is_configured boolean := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
+    is_configured boolean;
     is_logged boolean;
-    is_awaited boolean := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
+    is_awaited boolean := false;
     awaited bigint := pg_sequence_last_value('pgqueue.awaited_seq');
     own text[] := case when awaited < 0 then pgqueue._own_queues('worker') end;
     done_ids bigint[];
     followed pgqueue._ended[];
     is_followed boolean;
 begin
+    if awaited <> 0 then
+        is_awaited := pg_sequence_last_value('pgqueue._cell_awaited') > pgqueue._since_2020(moment);
+    end if;
+    is_configured := pg_relation_size('pgqueue.queue_keep_idx') > 8192;
     if is_configured then
         is_logged := pgqueue._log_kept(job_ids, tokens, results, moment);
     end if;
