@@ -250,14 +250,18 @@ begin
             )
         for update skip locked
     ));
-    -- Also those still blocked: they were locked above, but no longer are.
+    -- Also those still blocked: they were locked above, but no longer are. One for each, however many copies there are.
     insert into pgqueue.ticket (at, priority, queue, group_key)
-    select distinct clock_timestamp(), t.priority, t.queue, t.group_key
-    from pgqueue.ticket as t
-    where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
-        and hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue) collate "default") and pgqueue._is_ticket_of(
-            t, coalesce(_unblock_groups.queue, t.queue), coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key)
-        );
+    select clock_timestamp(), l.*
+    from (
+        select distinct t.priority, t.queue, t.group_key
+        from pgqueue.ticket as t
+        where (t.is_blocked or t.xmax not in ('0'::xid, t.xmin))
+            and hashtext(t.queue) = hashtext(coalesce(whole_queue, t.queue) collate "default") and pgqueue._is_ticket_of(
+                t, coalesce(_unblock_groups.queue, t.queue), coalesce(nullif(_unblock_groups.group_key, '*'), t.group_key)
+            )
+        offset 0
+    ) as l;
     -- Positions may no longer be right, so forget all of them.
     perform setval(format('pgqueue._cell_%s', n)::regclass, 0) from generate_series(0, 30, 2) as n;
 end;
@@ -522,9 +526,10 @@ begin
     insert into pgqueue.ticket (at, priority, queue, group_key)
     select moment, t.priority, t.queue, t.group_key
     from pgqueue.ticket as t
+    left join unnest(locked) as l (tid) on l.tid = t.ctid
     where t.ctid = any (tickets)
     group by t.priority, t.queue, t.group_key
-    having bool_and(t.ctid <> all (locked));
+    having count(l.tid) = 0;
     delete from pgqueue.ticket as t
     where t.ctid = any (array(
         select c.tid

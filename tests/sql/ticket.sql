@@ -4,7 +4,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(108);
+select plan(110);
 
 \ir limits.psql
 
@@ -408,6 +408,26 @@ select is(pg_temp.found('lost'), 'a2 c2 b1', 'and so is what has an expired leas
 set local pgqueue.lose_hints = '';
 select pg_temp.fill('lost', 'd1');
 select is(pg_temp.claimed('lost', 5), 'd1', 'without lose_hints no hint is lost');
+
+-- Tickets that a session had locked, and that it left as they were.
+select pg_temp.fill('touched', 'a1 b1');
+create function pg_temp.touch_and_resume() returns void language plpgsql as $$
+begin
+    begin
+        perform from pgqueue.ticket as t where t.queue = 'touched' for update;
+        raise sqlstate 'PQ000';
+    exception when sqlstate 'PQ000' then
+        null;
+    end;
+    perform pgqueue.resume('touched');
+end;
+$$;
+select pg_temp.touch_and_resume() from generate_series(1, 4);
+select is(
+    (select count(*) from pgqueue.ticket where queue = 'touched'), 2 * (1 + 4)::bigint,
+    'each change of settings gives such a group one more ticket, however many it has'
+);
+select is(pg_temp.claimed('touched', 5), 'a1 b1', 'and a claim takes each job once');
 
 select * from finish();
 rollback;
