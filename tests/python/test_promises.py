@@ -126,6 +126,31 @@ def test_no_function_waits_for_the_advisory_locks_of_another_session(
     assert 0 < rest.total_seconds() <= 30, "it sleeps, if less long"
 
 
+def test_nobody_sleeps_beside_an_open_end_though_the_lock_of_another_queue_is_taken(
+    db, connect
+):
+    jobs = []
+    for queue in "first", "second":
+        db.execute("select pgqueue.configure(%s, group_limit => 1)", [queue])
+        for _ in range(2):
+            db.execute("select pgqueue.enqueue(%s, group_key => 'g')", [queue])
+        claim = "select id, token from pgqueue.claim(%s, 'w', lease => '10 min')"
+        jobs += db.execute(claim, [queue]).fetchall()
+    stranger, ender = connect(), connect(autocommit=False)
+    lock = "select pg_advisory_lock(7366513, hashtext('first') & 255)"
+    stranger.execute(lock)
+    end = "select count(*) from pgqueue.complete_many(%s, %s)"
+    assert one(ender, end, *map(list, zip(*jobs, strict=True))) == 2
+    stranger.close()
+    # As claims leave a group that has been full for a while: they rely on the end of an attempt.
+    db.execute(
+        "update pgqueue.ticket set is_blocked = true, is_full = true, served = -3"
+    )
+    assert column(db, "select id from pgqueue.claim('second', 'w')") == []
+    rest = one(db, "select pgqueue.rest(array['second'])")
+    assert rest.total_seconds() <= 5, "until the end commits"
+
+
 def test_a_job_that_commits_late_in_a_busy_lane_is_claimed_soon(db, connect):
     fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('1'::jsonb, array[%s]))"
     db.execute(fill, [1000])
