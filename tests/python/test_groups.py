@@ -974,6 +974,21 @@ def test_a_group_gets_its_permits_beside_one_whose_permit_was_not_given_back(db)
     assert [id for id, _ in db.execute(claim, [10])] == [unknown]
 
 
+def test_jobs_of_limited_groups_have_the_token_of_their_permits(db):
+    """Or the sweep would take the permits for lost, and free them."""
+    db.execute("select pgqueue.configure('q', group_limit => 1)")
+    for n in range(12):
+        db.execute("select pgqueue.enqueue('q', group_key => %s)", [f"g{n % 4}"])
+    for _ in range(4):  # each notes the lanes, so that the next goes the short way
+        assert len(column(db, "select id from pgqueue.claim('q', 'w')")) == 1
+    tokens = """
+        select j.token = p.token from pgqueue.job as j
+        join pgqueue.permit as p on p.job_id = j.id
+    """
+    assert column(db, tokens) == [True] * 4
+    assert one(db, "select pgqueue._sweep_permits()") == 0
+
+
 # Many sessions
 
 OVER = """

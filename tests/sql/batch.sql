@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(49);
+select plan(50);
 
 create function pg_temp.end_all(queue text, outcome text)
     returns bigint
@@ -237,6 +237,8 @@ select throws_ok(
     format('select pgqueue.enqueue(''keyed'', unique_key => ''k'', batch_id => %s)', :id), '55000', null,
     'an enqueue joins no batch that it has finished itself'
 );
+
+select throws_ok('select pgqueue.close_batch(-3)', 'PQ001', null, 'no batch has an id below 0');
 
 select * from finish();
 rollback;

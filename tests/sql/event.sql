@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(127);
+select plan(128);
 
 create function pg_temp.state(id bigint)
     returns text
@@ -436,6 +436,18 @@ select is(
     pg_sequence_last_value('pgqueue.awaited_seq') & pgqueue._settings_bits('q'), pgqueue._settings_bits('q'),
     'a suspend marks its queue also where no mark is known'
 );
+
+-- It ran because its run_at had come, and is suspended again, for something else.
+select pgqueue.enqueue('tie') as tied \gset
+select pgqueue.enqueue('twice') as twice \gset
+select token from pgqueue.claim('twice', 'w') \gset
+select pgqueue.suspend(:twice, :token, run_at => clock_timestamp() + interval '1 hour', after => array[:tied]::bigint[]);
+update pgqueue.job set run_at = now() where id = :twice;
+select token from pgqueue.claim('twice', 'w') \gset
+select pgqueue.suspend(:twice, :token, event => 'twice');
+select token from pgqueue.claim('tie', 'w') \gset
+select pgqueue.complete(:tied, :token);
+select is_empty($$ select id from pgqueue.claim('twice', 'w') $$, 'the end of a job that it no longer waits for frees no suspended job');
 
 select * from finish();
 rollback;

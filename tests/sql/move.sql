@@ -3,7 +3,7 @@ begin;
 set local client_min_messages = warning;
 create extension if not exists pgtap;
 create extension if not exists pgqueue;
-select plan(23);
+select plan(24);
 
 select pgqueue.enqueue('q', '{"n": 1}', group_key => 'a', priority => 5, run_at => now() - interval '1 hour');
 select pgqueue.enqueue('q', '{"n": 2}', group_key => 'a', headers => '{"h": 1}', expires_at => now() + interval '1 day');
@@ -91,6 +91,15 @@ select is((select q.paused from pgqueue.queue as q where q.group_key = 'a'), tru
 select pgqueue._resume_groups();
 select is_empty($$ select from pgqueue.queue as q where q.group_key = 'a' $$, 'until it has moved, or could not');
 select is((select q.paused from pgqueue.queue as q where q.group_key = 'c'), true, 'and what an operator has paused stays so');
+
+select setval('pgqueue.used_seq', 0);
+select pgqueue.schedule('moves', 'q', '* * * * *');
+create temporary table moves as select to_jsonb(s) as content from pgqueue.schedule as s where s.name = 'moves';
+delete from pgqueue.schedule where name = 'moves';
+select setval('pgqueue.used_seq', 0);
+insert into pgqueue.moving (what, key, content) select 'schedule', 'moves', m.content from moves as m;
+select pgqueue._arrive('{schedule}', '{moves}');
+select ok((select last_value < 0 from pgqueue.used_seq), 'claims look for schedules where one has arrived');
 
 select * from finish();
 rollback;
