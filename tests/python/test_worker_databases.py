@@ -272,6 +272,36 @@ def test_a_limit_of_a_queue_is_that_of_the_worker(three):
     assert gate.most == 2
 
 
+@pytest.mark.parametrize(
+    ("queues", "max_jobs"), [({"work": Share(limit=2)}, None), (None, 2)]
+)
+def test_a_claim_that_comes_late_gives_back_what_is_too_much(two, queues, max_jobs):
+    """The others do not wait for it, so meanwhile they may have taken all."""
+    gate = Gate()
+    worker = Worker(gate.app, queues, dsn=two, max_jobs=max_jobs, poll_interval=60)
+    with running(worker), sessions(two) as (first, _):
+        wait_until(lambda: worker.sources.is_drained)  # both are connected
+        with first.transaction():
+            first.execute("lock table pgqueue.job in exclusive mode")
+            first.execute(
+                "select pgqueue.enqueue('work', kind => 'wait') from generate_series(1, 2)"
+            )
+            asks, _ = worker.sources.dispatchers
+            asks.look_again()
+            wait_until(lambda: asks.asked)
+            fill(two[1:], "wait", 2)
+            wait_until(lambda: gate.inside == {name(two[1]): 2})
+        wait_until(lambda: not asks.asked and not asks.held)
+        assert gate.most == 2
+        gate.let_go(1000)
+        if max_jobs:
+            wait_until(lambda: worker.turns.left == 0 and not worker.sources.held)
+            assert counts(two, COUNT) == [2, 0]
+        else:
+            wait_for_counts(two, COUNT, [0, 0])
+    assert gate.most == 2
+
+
 def test_a_queue_with_a_limit_that_another_database_was_just_asked_for_is_not_forgotten(
     two,
 ):
@@ -473,6 +503,28 @@ def test_a_database_that_refuses_the_worker_stops_no_other(two, db, workers, wha
     fill(two, "mark", 3)
     assert burst.wait(30) in (1, 3)
     wait_for_counts(two, RAN, [6, 6])
+
+
+def test_a_database_in_which_it_can_extend_no_lease_stops_no_other(role, two):
+    """It claims nothing there, and keeps no slot for that."""
+    gate = Gate()
+    dsns = [f"{two[0]} user={role}", two[1]]
+    worker = Worker(gate.app, dsn=dsns, concurrency=1, lease=2)
+    with sessions(two) as (first, _), running(worker):
+        first.execute("select pgqueue.grant_access(%s, 'worker')", (role,))
+        wait_until(lambda: worker.sources.is_drained)
+        fill(two[:1], "wait")
+        wait_until(lambda: gate.inside)
+        first.execute(f"alter role {role} connection limit 1")
+        cut_off, _ = worker.sources.dispatchers
+        pid = cut_off._heartbeat.conn.info.backend_pid
+        first.execute("select pg_terminate_backend(%s)", (pid,))
+        wait_until(lambda: cut_off._heartbeat.is_cut_off)
+        gate.let_go(1000)
+        wait_for_counts(two[:1], RAN, [1])
+        fill(two, "wait", 20)
+        wait_for_counts(two[1:], COUNT, [0])
+        assert counts(two[:1], COUNT) == [20]
 
 
 def test_a_worker_that_all_databases_refuse_ends(workers):

@@ -129,6 +129,7 @@ class Connections:
                 else:
                     self._is_pooled = await database.is_pooled(conn)
         except psycopg.Error as error:
+            self.close_idle(after=0)  # they may be what is missing
             raise unready("connection", error) from error
         return conn
 

@@ -75,7 +75,8 @@ class Dispatcher(Service):
 
     def is_hungry(self) -> bool:
         """Whether something may be due; from any thread."""
-        return not self._is_settled()
+        is_cut_off = self._finisher.is_cut_off or self._heartbeat.is_cut_off
+        return not (is_cut_off or self._is_settled())
 
     @property
     def is_drained(self) -> bool:
@@ -158,9 +159,9 @@ class Dispatcher(Service):
     def _begin(self, conn: Connection, attempts: list[Attempt]) -> None:
         """Run what was claimed; not if it is paused."""
         self._turns.claimed(len(attempts))
-        attempts, not_ahead = self._turns.sort(attempts)
-        if not_ahead:
-            self._give_back_at_once(conn, not_ahead)
+        attempts, too_much = self._turns.sort(attempts)
+        if too_much:
+            self._give_back_at_once(conn, too_much)
         sizes = [len(a.payload) + len(a.headers or "") for a in attempts if a.payload]
         self._turns.weigh(sizes)
         if attempts and self._finisher.conn is None:
@@ -185,7 +186,7 @@ class Dispatcher(Service):
         self._executor.submit(a for a in attempts if a.task is not NO_TASK)
 
     def _give_back_at_once(self, conn: Connection, attempts: list[Attempt]) -> None:
-        """Release last attempts before anything runs: if the worker were killed, they would be dead."""
+        """Release them before anything runs: if the worker were killed, last attempts would be dead."""
         self._turns.claimed(-len(attempts))
         try:
             protocol.finish(conn, attempts)

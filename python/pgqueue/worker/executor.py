@@ -220,7 +220,7 @@ class Executor:
             if self._begin(attempt):
                 self.end(attempt, await run_async(attempt, self._middleware))
         finally:
-            self._follow()
+            self.loop.get().call_soon(self._follow)  # an eager task would recurse
 
     def _task_ended(self, attempt: Attempt, task: object) -> None:
         if self.end(attempt, RELEASED):  # a handler cancelled it before it started

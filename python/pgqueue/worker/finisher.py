@@ -150,9 +150,11 @@ class Finisher(Service):
             first = "the connection broke before the answer"
         why = f": {printable(first)}" if first else ""
         error = outcome.error if level > logging.INFO else None
+        # As a tuple: logging asks an exception itself for its truth, which may raise.
+        shows = None if error is None else (type(error), error, error.__traceback__)
         # Our formatters need not show the error again, which takes as long as the job.
         extra = {TRACE: shown if level > logging.INFO else ""}
-        log.log(level, "%s: %s%s", attempt, status, why, extra=extra, exc_info=error)
+        log.log(level, "%s: %s%s", attempt, status, why, extra=extra, exc_info=shows)
 
 
 def warn(attempt: Attempt, error: BaseException) -> None:

@@ -150,7 +150,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage()[:LONGEST],
         }
         line |= {n: getattr(record, n) for n in FIELDS if hasattr(record, n)}
-        if record.exc_info and record.exc_info[1]:
+        if record.exc_info and record.exc_info[1] is not None:
             line["error"] = getattr(record, TRACE, "") or trace(record.exc_info[1])
         if record.stack_info:
             line["stack"] = record.stack_info

@@ -2,7 +2,8 @@
 
 The databases of a worker share its slots, by which of them have something due. Each has a
 dispatcher, which asks here before it claims. Nobody waits for one whose server does not answer:
-soon, the jobs that it has asked for no longer count.
+soon, the jobs that it has asked for no longer count. What it claims after all may be too much, and
+is given back.
 
 No job is claimed ahead on its last attempt: if the worker were killed, it would die unrun.
 """
@@ -109,14 +110,17 @@ class Turns:
             self._size = sum(sizes) / len(sizes)
 
     def sort(self, attempts: list[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
-        """Put last attempts first, and set apart those that would have to wait here."""
+        """Put last attempts first; set apart those that would have to wait here, and what is too much."""
+        beyond = self._beyond(attempts) if len(self.members) > 1 else set()
+        if beyond:
+            attempts = [a for a in attempts if a not in beyond]
         last = [a for a in attempts if a.number >= a.max_attempts]
         if not last:
-            return attempts, []
+            return attempts, list(beyond)
         self._none_ahead_until = time.monotonic() + LAST_ATTEMPTS
         others = [a for a in attempts if a.number < a.max_attempts]
         free = max(0, self.terms.concurrency - self.executor.unfinished)
-        return last[:free] + others, last[free:]
+        return last[:free] + others, [*last[free:], *beyond]
 
     def is_too_much(self) -> bool:
         """Whether more jobs wait than run in time: they are slower than those before."""
@@ -148,6 +152,19 @@ class Turns:
         share, rest = divmod(there_is, len(hungry) + 1)
         before = sum(m.served_at < own.served_at for m in hungry)
         return share + (before < rest) - held
+
+    def _beyond(self, attempts: list[Attempt]) -> set[Attempt]:
+        """Find what another database's claim has left no room for, meanwhile: of --max-jobs or a queue's limit."""
+        with self._lock:
+            held = Counter(a.queue for m in self.members for a in list(m.held))
+            excess = max(0, -self.left) if self.left is not None else 0
+            beyond = set(attempts[max(0, len(attempts) - excess) :])
+            for attempt in reversed(attempts):
+                limit = self.terms.shares[attempt.queue].limit
+                if limit and held[attempt.queue] > limit:
+                    held[attempt.queue] -= 1
+                    beyond.add(attempt)
+        return beyond
 
     def _open_queues(self, asked: int) -> dict[str, int | None]:
         """Return the queues that are not at their limit, and what is left of it."""
