@@ -13,7 +13,7 @@ from pgqueue.attempt import COMPLETED, LARGEST_RESULT, LOST, Attempt, Outcome, U
 from pgqueue.client import LeaseLost
 from pgqueue.payload import decode, storable, to_json
 from pgqueue.policy import MAX_ATTEMPTS, Policy, Reject, Retry, Snooze
-from pgqueue.terminal import trace
+from pgqueue.terminal import trace, unshown
 
 NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON writes it
 
@@ -79,7 +79,7 @@ def _judge(attempt: Attempt, error: BaseException) -> Outcome:
             return LOST
         if attempt.is_late():
             error = cause = attempt.timeout_error()
-    if _is_final(error, attempt):
+    if is_final(error, attempt):
         return Outcome("reject", describe(cause), error=cause)
     delay = _backoff(attempt.task.policy, attempt.number)
     if isinstance(cause, Retry) and cause.after is not None:
@@ -100,7 +100,7 @@ def cause_of(error: BaseException) -> BaseException:
     return errors[0] if len(errors) == 1 else error
 
 
-def _is_final(error: BaseException, attempt: Attempt) -> bool:
+def is_final(error: BaseException, attempt: Attempt) -> bool:
     policy = attempt.task.policy
     if policy.max_attempts is not None and attempt.number >= policy.max_attempts:
         # The job may have more: those that its queue gave it do not count, those in its header do.
@@ -138,5 +138,5 @@ def describe(error: BaseException) -> str:
         if error.__traceback__:
             text += "\n\n" + trace(error)
     except BaseException as worse:
-        text = f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
+        text = unshown(error, worse)
     return storable(text)

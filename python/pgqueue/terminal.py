@@ -58,8 +58,15 @@ def sentences(said: psycopg.errors.Diagnostic) -> str:
 
 def trace(error: BaseException, most: int = 6000) -> str:
     """Show an error with the end of its traceback, which says most and no long message pushes out."""
-    parts = traceback.TracebackException.from_exception(error).format()
-    return "".join(_cut_line(part) for part in parts)[-most:]
+    try:
+        parts = traceback.TracebackException.from_exception(error).format()
+        return "".join(_cut_line(part) for part in parts)[-most:]
+    except BaseException as worse:  # by its own code
+        return unshown(error, worse)
+
+
+def unshown(error: BaseException, worse: BaseException) -> str:
+    return f"{type(error).__name__}, which raised {type(worse).__name__} when shown"
 
 
 def _cut_line(line: str) -> str:

@@ -1,6 +1,8 @@
 """Handlers, and programs around a worker, that do what nobody would: it copes, or says what is wrong."""
 
 import asyncio
+import io
+import logging
 import math
 import os
 import sys
@@ -18,6 +20,7 @@ import pytest
 from conftest import column, one
 from pgqueue import Worker
 from pgqueue.worker.deadline import Server
+from pgqueue.worker.lines import JsonLines, TextLines
 from pgqueue.worker.maintenance import Maintenance
 from worker_harness import is_empty, outcomes, wait_until
 
@@ -266,12 +269,59 @@ def test_a_worker_made_before_a_fork_is_refused_after_it(monkeypatch) -> None:
         worker.run()
 
 
-def test_a_worker_is_refused_where_gevent_has_replaced_threads(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "asks", "what"),
+    [
+        ("gevent.monkey", "is_module_patched", "threading"),
+        ("eventlet.patcher", "is_monkey_patched", "thread"),
+    ],
+)
+def test_a_worker_is_refused_where_threads_have_been_replaced(
+    monkeypatch, name, asks, what
+) -> None:
     """There, the first part of it that waits would stop all others, without a word."""
-    monkey = SimpleNamespace(is_module_patched=lambda name: name == "threading")
-    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey)
-    with pytest.raises(ValueError, match="gevent"):
+    monkey = SimpleNamespace(**{asks: lambda asked: asked == what})
+    monkeypatch.setitem(sys.modules, name, monkey)
+    with pytest.raises(ValueError, match=name):
         Worker(pgqueue.App(), {"q": 1})
+
+
+def test_an_end_that_is_refused_ends_the_last_attempt_that_the_handler_allows(
+    db, dsn
+) -> None:
+    app = pgqueue.App()
+
+    @app.job("late", max_attempts=2)
+    def late() -> None:
+        raise pgqueue.Snooze(datetime.max.replace(tzinfo=UTC))
+
+    pgqueue.enqueue(db, "q", kind="late")
+    for _ in range(3):
+        db.execute("update pgqueue.job set run_at = now()")
+        Worker(app, {"q": 1}, dsn=dsn, burst=True).run()
+    assert column(db, "select outcome from pgqueue.run order by attempt") == [
+        "retry",
+        "dead",
+    ]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="there is none before 3.12")
+def test_tasks_that_begin_eagerly_do_not_nest(db, dsn) -> None:
+    """Each would begin the next, a thousand deep."""
+    app = pgqueue.App()
+
+    @app.on_startup
+    async def be_eager() -> None:
+        eager = asyncio.eager_task_factory  # type: ignore[attr-defined]
+        asyncio.get_running_loop().set_task_factory(eager)
+
+    @app.job("quick")
+    async def quick() -> None: ...
+
+    fill = "select count(*) from pgqueue.enqueue_many('q', array_fill('{}'::jsonb, array[5000]), 'quick')"
+    db.execute(fill)
+    Worker(app, {"q": 1}, dsn=dsn, burst=True).run()
+    assert outcomes(db) == {"completed": 5000}
 
 
 def test_progress_that_is_no_text_that_can_be_sent_is_refused_like_any_other(
@@ -295,6 +345,34 @@ def test_progress_that_is_no_text_that_can_be_sent_is_refused_like_any_other(
 class Mute(Exception):
     def __str__(self) -> str:
         raise RuntimeError("it does not say")
+
+
+class Unfinished(Exception):
+    def __len__(self) -> int:
+        raise RuntimeError("it has not been counted")
+
+
+@pytest.mark.parametrize("formatter", [TextLines, JsonLines])
+def test_an_error_that_is_neither_true_nor_false_only_fails_its_job(
+    db, dsn, monkeypatch, formatter
+) -> None:
+    """logging asks an exception for its truth, which calls its __len__."""
+    app, said = pgqueue.App(), io.StringIO()
+    handler = logging.StreamHandler(said)
+    handler.setFormatter(formatter())
+    # pytest's own handlers show it by traceback, which does the same.
+    monkeypatch.setattr(logging.getLogger("pgqueue"), "handlers", [handler])
+    monkeypatch.setattr(logging.getLogger("pgqueue"), "propagate", False)
+
+    @app.job("unfinished")
+    def unfinished() -> None:
+        raise Unfinished
+
+    pgqueue.enqueue(db, "q", kind="unfinished")
+    Worker(app, {"q": 1}, dsn=dsn, burst=True).run()
+    assert outcomes(db) == {"retry": 1}
+    assert "attempt 1: retry: Unfinished" in said.getvalue()
+    assert "Unfinished, which raised RuntimeError when shown" in said.getvalue()
 
 
 class Closed(dict[str, int]):

@@ -14,7 +14,7 @@ import psycopg
 from pgqueue.attempt import LARGEST_RESULT, LOST, SUSPENDED, Attempt, Outcome
 from pgqueue.database import Connection
 from pgqueue.drivers import run_without_loop
-from pgqueue.judge import summary
+from pgqueue.judge import is_final, summary
 from pgqueue.policy import Retry
 from pgqueue.running import check_result
 from pgqueue.terminal import printable
@@ -171,6 +171,7 @@ def fail(conn: Connection, attempt: Attempt, error: psycopg.Error) -> dict[int, 
         outcome.text = text.encode("ascii", "backslashreplace").decode()
     else:
         text = f"{outcome.name} was refused: {str(error).strip()}"
-        name: Any = "reject" if outcome.name == "reject" else "fail"
+        is_last = outcome.name == "reject" or is_final(error, attempt)
+        name: Any = "reject" if is_last else "fail"
         attempt.outcome = Outcome(name, text, error=error)
     return protocol.finish(conn, [attempt])

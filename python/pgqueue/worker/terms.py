@@ -12,6 +12,11 @@ from pgqueue.app import App
 
 POLL_INTERVAL = 0.01  # seconds, at least: to notice that nothing is due
 WHOLE = "concurrency batch max_jobs".split()
+# What replaces threads, how to ask it, and for what.
+MONKEYS = (
+    ("gevent.monkey", "is_module_patched", "threading"),
+    ("eventlet.patcher", "is_monkey_patched", "thread"),
+)
 POSITIVE = "lease timeout poll_interval call_timeout concurrency max_jobs".split()
 
 
@@ -63,11 +68,10 @@ class Terms:
     on_lease: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
-        monkey = sys.modules.get("gevent.monkey")
-        if monkey and monkey.is_module_patched("threading"):
-            raise ValueError(
-                "a worker needs real threads, and gevent has replaced them"
-            )
+        for name, asks, what in MONKEYS:
+            if (module := sys.modules.get(name)) and getattr(module, asks)(what):
+                said = f"a worker needs real threads, and {name} has replaced them"
+                raise ValueError(said)
         if not isinstance(self.queues, Mapping | None):
             said = f"a weight for each, as {{'emails': 1}}, not {self.queues!r}"
             raise TypeError(f"queues takes {said}")
