@@ -68,9 +68,9 @@ class Terms:
     on_lease: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
-        for name, asks, what in MONKEYS:
-            if (module := sys.modules.get(name)) and getattr(module, asks)(what):
-                said = f"a worker needs real threads, and {name} has replaced them"
+        for module, asks, what in MONKEYS:
+            if (loaded := sys.modules.get(module)) and getattr(loaded, asks)(what):
+                said = f"a worker needs real threads, and {module} has replaced them"
                 raise ValueError(said)
         if not isinstance(self.queues, Mapping | None):
             said = f"a weight for each, as {{'emails': 1}}, not {self.queues!r}"
