@@ -482,11 +482,14 @@ declare
         select p.job_id from pgqueue.permit as p
         where p.ctid = any (locked) and p.token = -1 and p.job_id is not null
     );
+    still_locked bigint[];
 begin
     if ids = '{}' then
         return ids;
     end if;
-    return pgqueue._locked_jobs(ids) || array(
+    -- In a statement of its own: the next one has to see the lease of a job whose claim has committed meanwhile.
+    still_locked := pgqueue._locked_jobs(ids);
+    return still_locked || array(
         select p.job_id
         from pgqueue.permit as p
         where p.ctid = any (locked) and p.token = -1 and exists (

@@ -386,6 +386,27 @@ def test_a_stranger_who_holds_the_lock_of_limits_keeps_nobody_from_setting_one(
     assert claim(db) == {}
 
 
+def test_a_claim_that_commits_while_another_asks_whether_it_still_runs_is_counted(
+    db, connect
+):
+    """At different moments after the other claim began; it asks of each job by itself."""
+    db.execute("select pgqueue.configure('q', lease => '1 h')")
+    other = connect()
+    for moment in range(60 if LONG else 15):
+        enqueue(db, 220)
+        first = connect(autocommit=False)
+        assert len(claim(first, 200)) == 200
+        db.execute("select pgqueue.configure('q', max_running => 5)")
+        other.pgconn.send_query(b"select pgqueue.claim('q', 'w', 5)")
+        time.sleep((moment % 15) / 2000)
+        first.commit()
+        while answer := other.pgconn.get_result():
+            assert answer.ntuples == 0, "200 jobs run, and at most 5 may"
+        first.close()
+        db.execute("select pgqueue.configure('q', reset => true)")
+        db.execute("delete from pgqueue.job; delete from pgqueue.permit")
+
+
 def set_limit(db: psycopg.Connection, limit: str, most: int) -> None:
     if LIMITS[limit]:
         text = f"'q', {LIMITS[limit].replace('=> 1', f'=> {most}')}"
