@@ -501,7 +501,7 @@ begin
         cross join lateral (values (q.queue collate "default")) as n (name)
         cross join lateral (select most * (pgqueue._in_force(n.name)).wait_target as most) as t
         -- Not for a burst that has just begun, whose rate is not known yet, nor if some of the jobs are paused.
-        where not q.paused and q.oldest_wait > patience and q.time_to_empty > t.most
+        where not q.paused and q.oldest_wait > patience and q.time_to_empty is not null and q.time_to_empty > t.most
             and pgqueue._paused(n.name, false) is null
         order by q.time_to_empty desc
     $$),
