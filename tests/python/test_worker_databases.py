@@ -515,9 +515,10 @@ def test_a_database_in_which_it_can_extend_no_lease_stops_no_other(role, two):
         wait_until(lambda: worker.sources.is_drained)
         fill(two[:1], "wait")
         wait_until(lambda: gate.inside)
-        first.execute(f"alter role {role} connection limit 1")
         cut_off, _ = worker.sources.dispatchers
-        pid = cut_off._heartbeat.conn.info.backend_pid
+        conn = wait_until(lambda: cut_off._heartbeat.conn)
+        first.execute(f"alter role {role} connection limit 1")
+        pid = conn.info.backend_pid
         first.execute("select pg_terminate_backend(%s)", (pid,))
         wait_until(lambda: cut_off._heartbeat.is_cut_off)
         gate.let_go(1000)
