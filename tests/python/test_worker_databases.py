@@ -516,7 +516,7 @@ def test_a_database_in_which_it_can_extend_no_lease_stops_no_other(role, two):
         fill(two[:1], "wait")
         wait_until(lambda: gate.inside)
         cut_off, _ = worker.sources.dispatchers
-        conn = wait_until(lambda: cut_off._heartbeat.conn)
+        conn = wait_until(lambda: cut_off._finisher.conn and cut_off._heartbeat.conn)
         first.execute(f"alter role {role} connection limit 1")
         pid = conn.info.backend_pid
         first.execute("select pg_terminate_backend(%s)", (pid,))
