@@ -492,13 +492,19 @@ begin
     return still_locked || array(
         select p.job_id
         from pgqueue.permit as p
-        where p.ctid = any (locked) and p.token = -1 and exists (
-            select from pgqueue.job as j
-            where j.id = p.job_id and j.lease_expires_at > clock_timestamp() and not exists (
-                select from pgqueue.permit as o
-                where pgqueue._is_permit_of(o, p.queue, p.kind, p.group_key) and o.job_id = j.id and o.token = j.token
-            )
-            offset 0
+        cross join lateral (
+            select j.token from pgqueue.job as j where j.id = p.job_id and j.lease_expires_at > clock_timestamp() offset 0
+        ) as j
+        -- A list, read once: there may be thousands.
+        where p.ctid = any (locked) and p.token = -1 and (p.job_id, j.token, p.queue, p.kind, p.group_key) not in (
+            select o.job_id, o.token, c.queue, c.kind, c.group_key
+            from (select distinct l.queue, l.kind, l.group_key from pgqueue.permit as l where l.ctid = any (locked)) as c
+            cross join lateral (
+                select o.job_id, o.token
+                from pgqueue.permit as o
+                where pgqueue._is_permit_of(o, c.queue, c.kind, c.group_key) and o.token > 0 and o.job_id is not null
+                offset 0
+            ) as o
         )
     );
 end;
@@ -616,9 +622,12 @@ begin
             select j.id, j.token, j.lease_expires_at, j.run_at, j.permits
             from pgqueue.job as j
             where j.id = p.job_id and (
-                pgqueue._holds(j.token, j.permits, p.token, p.group_key) or p.token = -1 and j.token is not null and not exists (
-                    select from pgqueue.permit as o
-                    where pgqueue._is_permit_of(o, p.queue, p.kind, p.group_key) and o.job_id = j.id and o.token = j.token
+                pgqueue._holds(j.token, j.permits, p.token, p.group_key)
+                or p.token = -1 and j.token is not null and (j.id, j.token) not in (
+                    select o.job_id, o.token
+                    from pgqueue.permit as o
+                    where pgqueue._is_permit_of(o, _permits.queue, cap.kind, cap.group_key)
+                        and o.token > 0 and o.job_id is not null
                 )
             )
             offset 0
